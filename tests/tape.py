@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 import everygpu.comm
 import everygpu.step.kernels
 from everygpu.parallel.compiler.recordable_graph import innermost
+from everygpu.parallel.cuda_graphs.host_rng import draw_idly
 from everygpu.parallel.cuda_graphs.transfer.backends import fits_kernels
 from everygpu.parallel.engines.thread_state import ThreadState
 from everygpu.parallel.replicas.replica_set import ReplicaSet
@@ -50,6 +51,9 @@ class Tape:
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
         self._numbers: list[Tensor] = []
+        # On GPUs, torch.rand([]) and what is made of it is on the host, where nothing is recorded.
+        self._on_host: list[Tensor] = []
+        self._num_drawn = 0
         # Let go since the recording: other recordings use it between launches.
         self._free: list[_Memory] = []
 
@@ -64,6 +68,8 @@ class Tape:
                 result = function()
         finally:
             torch.set_rng_state(random)
+            with _disable_current_modes():
+                draw_idly(self._num_drawn)
             for memory in (*self._memories.values(), *earlier):
                 memory.put_back()
         self._clear_the_dead()
@@ -92,6 +98,11 @@ class Tape:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one of torch's operations, and record it."""
         name = func.overloadpacket.__name__
+        if (name == "rand" and not args[0]) or any(x is t for x in args for t in self._on_host):
+            result = func(*args, **kwargs)
+            self._on_host += [result] if isinstance(result, Tensor) else []
+            self._num_drawn += name == "rand"
+            return result
         if name in REFUSED or (name.startswith("index") and _has_mask(args[1])):
             self.has_replaced_generators = True  # as after every capture that CUDA has declared invalid
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")

@@ -184,10 +184,9 @@ def test_subclasses_are_not_asked():
 
 
 def test_dispatch_modes_are_counted():
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     assert modes.num_dispatch_modes() == 0
-    with TorchDispatchMode():
+    with modes.TorchDispatchMode():
         assert modes.num_dispatch_modes() == 1
         assert not modes.is_tracing()
         with modes.without_dispatch_modes():

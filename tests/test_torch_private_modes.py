@@ -11,7 +11,7 @@ from everygpu.torch_private import autograd, distributed, modes
 def test_batched_tensors_are_told_from_others():
     x, seen = torch.ones(2, requires_grad=True), []
     y = x * 2
-    y.register_hook(lambda grad: seen.append(autograd.is_batched(grad)))
+    y.register_hook(lambda grad: seen.append(autograd.are_batched([grad])))
     y.sum().backward(retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
     torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(torch.ones(3, 2))
@@ -59,3 +59,9 @@ def test_the_store_of_a_process_group(tmp_path):
         assert distributed.default_store().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_flat_state_is_nested_again():
+    state = {"model.weight": 1, "optimizer.0": 2}
+    places = {"model.weight": ("model", "weight"), "optimizer.0": ("optimizer", 0)}
+    assert distributed.unflatten(state, places) == {"model": {"weight": 1}, "optimizer": [2]}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from everygpu.feed import Meter as Meter
     from everygpu.feed import find_batch_size as find_batch_size
     from everygpu.feed import tune_workers as tune_workers
-    from everygpu.parallel.batch_norm.layer import SyncBatchNorm as SyncBatchNorm
+    from everygpu.parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
     from everygpu.parallel.data_parallel import DataParallel as DataParallel
     from everygpu.parallel.data_parallel import data_parallel as data_parallel
     from everygpu.parallel.engines.threads import parallel_apply as parallel_apply
@@ -50,7 +50,7 @@ _HOME = {
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
     "StepStats": "step.stats",
-    "SyncBatchNorm": "parallel.batch_norm.layer",
+    "SyncBatchNorm": "parallel.batch_norm",
     "TrainStep": "step.train_step",
     "data_parallel": "parallel",
     "find_batch_size": "feed",

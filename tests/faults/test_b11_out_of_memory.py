@@ -111,7 +111,7 @@ WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_b11_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
-    monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("eager"))
+    monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("eager"))
     for way, options in WAYS[engine]:
         run = Run(way, engine, **options)
         run.train_well()

@@ -64,6 +64,6 @@ def test_b12_in_threads() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_b12_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
-    monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("eager"))
+    monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("eager"))
     net = CompiledNet()
     check_all(everygpu.DataParallel(net, ["cpu"] * 2, engine="compile"), net, "compile")

@@ -154,23 +154,6 @@ def through_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [through_pickle, through_torch_save, copy.deepcopy])
-@pytest.mark.parametrize("used", [False, True])
-def test_the_wrapper_survives_pickle_and_deepcopy(devices, copied, used):
-    devs = devices(3)
-    model, bare = pair(Encoder, devs, split="even", buffers="mean")
-    x = rows(7, 3, device=devs[0])
-    if used:
-        model(x)
-    twin = copied(model)
-    assert twin.width == 3
-    assert (twin.device_ids, twin.split, twin.buffers_rule) == (model.device_ids, "even", "mean")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    assert_same(twin, bare, x)
-
-
 def test_no_recursion_before_there_is_a_module():
     empty = everygpu.DataParallel.__new__(everygpu.DataParallel)
     with pytest.raises(AttributeError):
@@ -178,67 +161,6 @@ def test_no_recursion_before_there_is_a_module():
     with pytest.raises(AttributeError):
         _ = empty.module
     assert not hasattr(empty, "__deepcopy__")
-
-
-PREFIXES = ["", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod.", "_orig_mod.module.module."]
-
-
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_keys_under_any_prefix_load(devices, prefix):
-    devs = devices(2)
-    model, bare = pair(lambda: nn.Sequential(Mlp(), nn.BatchNorm1d(2)), devs)
-    state = {prefix + k: v + 1 for k, v in bare.state_dict().items()}
-    result = model.load_state_dict(state)
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    torch.testing.assert_close(dict(model.state_dict()), {k: v + 1 for k, v in bare.state_dict().items()})
-
-
-def test_keys_are_saved_without_a_prefix(devices):
-    devs = devices(2)
-    model, bare = pair(Mlp, devs)
-    assert list(model.state_dict()) == list(bare.state_dict())
-    assert list(model.state_dict(prefix="net.")) == list(bare.state_dict(prefix="net."))
-    bare.load_state_dict(model.state_dict())
-
-
-def test_keys_that_miss_or_exceed_are_reported(devices):
-    devs = devices(2)
-    model, bare = pair(Mlp, devs)
-    state = dict(bare.state_dict())
-    state["other"] = state.pop("first.bias")
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*first\.bias.*Unexpected key.*other"):
-        model.load_state_dict(state)
-    result = model.load_state_dict(state, strict=False)
-    assert (result.missing_keys, result.unexpected_keys) == (["first.bias"], ["other"])
-
-
-def test_a_submodule_that_is_really_called_module(devices):
-    devs = devices(2)
-
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.module(x)
-
-    model, bare = pair(Holder, devs)
-    assert list(model.state_dict()) == ["module.weight", "module.bias"]
-    model.load_state_dict(bare.state_dict())
-    model.load_state_dict({"module." + k: v for k, v in bare.state_dict().items()})
-    bare.load_state_dict(model.state_dict())
-
-
-def test_the_wrapper_inside_a_larger_model(devices):
-    devs = devices(2)
-    model, bare = pair(Mlp, devs)
-    larger = nn.ModuleDict({"backbone": model, "head": nn.Linear(2, 2).to(devs[0], torch.float64)})
-    plain = nn.ModuleDict({"backbone": bare, "head": nn.Linear(2, 2).to(devs[0], torch.float64)})
-    assert list(larger.state_dict()) == list(plain.state_dict())
-    larger.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()})
-    plain.load_state_dict(larger.state_dict())
-    torch.testing.assert_close(dict(larger.state_dict()), dict(plain.state_dict()))
 
 
 class Introspective(Mlp):

@@ -1,7 +1,6 @@
 """The wrapper around it all: calls, construction and attributes."""
 
 import copy
-import logging
 import threading
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 from everygpu import DataParallel, Replicated, data_parallel
 from everygpu.devices.parse import device_id
-from everygpu.errors import DeviceError, ModuleError, OptionError, PlacementError, SplitError
+from everygpu.errors import OptionError, SplitError
 
 pytestmark = pytest.mark.usefixtures("in_threads")
 
@@ -180,51 +179,6 @@ class TestOneDevice:
 
 
 class TestConstruction:
-    @pytest.mark.parametrize(
-        ("make", "error", "words"),
-        [
-            (lambda: DataParallel(torch.optim.SGD([torch.ones(1)]), ["cpu"]), ModuleError, "got the optimizer SGD"),
-            (lambda: DataParallel(lambda x: x, ["cpu"]), ModuleError, "got function"),
-            (lambda: DataParallel(nn.Linear, ["cpu"]), ModuleError, r"the class Linear. Call it"),
-            (lambda: DataParallel(None, ["cpu"]), ModuleError, "got NoneType"),
-            (lambda: DataParallel(nn.LazyLinear(2), ["cpu"]), ModuleError, "lazy 'weight'. Run one batch"),
-            (lambda: DataParallel(Net(), ["cpu"], buffers="last"), OptionError, "'first', 'mean'.* got 'last'"),
-            (lambda: DataParallel(Net(), ["cpu"] * 2, split=[1]), OptionError, "2 devices"),
-            (lambda: DataParallel(Net(), ["tpu:0"]), DeviceError, "'tpu:0'"),
-            (lambda: DataParallel(Net(), []), DeviceError, "device_ids is empty"),
-            (lambda: DataParallel(Net(), ["cpu"], output_device="tpu"), DeviceError, "'tpu'"),
-        ],
-    )
-    def test_bad_input(self, make, error, words):
-        with pytest.raises(error, match=words):
-            make()
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit")
-    def test_torchscript_is_refused(self):
-        net = nn.Sequential(nn.Identity(), torch.jit.script(nn.Linear(1, 1)))
-        with pytest.raises(ModuleError, match="TorchScript module can't be replicated, got one at '1'"):
-            DataParallel(net, ["cpu"])
-
-    def test_module_spread_over_devices(self):
-        net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-        with pytest.raises(PlacementError, match=r"'0.weight' on cpu and '1.weight' on meta"):
-            DataParallel(net, ["cpu"] * 2)
-
-    def test_strict_device(self):
-        net = nn.Linear(1, 1, device="meta")
-        words = r"parameters and buffers on device cpu \(device_ids\[0\]\) but found one of them on device: meta"
-        with pytest.raises(PlacementError, match=words):
-            DataParallel(net, ["cpu"], strict_device=True)
-
-    def test_module_elsewhere_is_moved_with_one_line(self, devices, caplog):
-        used = devices(2)
-        with caplog.at_level(logging.INFO, logger="everygpu"):
-            model = DataParallel(build("cpu"), used, engine="threads")
-            model(torch.ones(2, 3))
-        assert {p.device for p in model.parameters()} == {used[0]}
-        moved = [] if used[0].type == "cpu" else [f"DataParallel: moving the module from cpu to {used[0]}"]
-        assert [record.getMessage() for record in caplog.records] == moved
-
     def test_repr_tells_devices_and_split(self):
         shown = repr(DataParallel(nn.Linear(1, 1), ["cpu"] * 2, split="even"))
         assert "device_ids=['cpu', 'cpu'], split='even'" in shown
@@ -235,27 +189,12 @@ class TestConstruction:
 
 
 class TestAttributes:
-    def test_fall_back_to_the_modules(self):
-        net = build()
-        model = DataParallel(net, ["cpu"] * 2)
-        assert model.linear is net.linear
-        assert model.scale == 2.0
-        assert model.describe() == "scale 2.0"
-        assert model.rows is net.rows
-
     def test_missing_one_is_an_attribute_error(self):
         model = DataParallel(build(), ["cpu"] * 2)
         with pytest.raises(AttributeError, match="'Net' object has no attribute 'absent'"):
             model.absent  # noqa: B018
         assert not hasattr(model, "__absent__")
         assert getattr(model, "absent", 5) == 5
-
-    def test_half_made_object_does_not_recurse(self):
-        empty = DataParallel.__new__(DataParallel)
-        with pytest.raises(AttributeError):
-            empty.anything  # noqa: B018
-        with pytest.raises(AttributeError):
-            empty.module  # noqa: B018
 
     def test_special_methods_are_not_the_modules(self):
         class Special(nn.Linear):

@@ -81,7 +81,7 @@ class TestForward:
         check(lambda: step(numbered()))
 
     def test_compiled(self, rows, monkeypatch):
-        monkeypatch.setattr(compiled, "inductor", lambda: lookup_backend("eager"))
+        monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("eager"))
         monkeypatch.setattr(compiled, "_as_function", lambda module: torch.compiler.disable(module.forward))
         model = everygpu.DataParallel(Failing(rows), ["cpu"] * 3, engine="compile")
         check(lambda: model(numbered()))

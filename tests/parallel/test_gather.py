@@ -1,7 +1,7 @@
 """Outputs of replicas joined into one, or a reason why not."""
 
 import dataclasses
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
 import pytest
@@ -80,7 +80,9 @@ class TestTensors:
 
 class TestOtherValues:
     @pytest.mark.parametrize(
-        "value", [None, True, 3, 2.5, "text", b"bytes", (), [], {}, {1, 2}, float("nan")], ids=repr
+        "value",
+        [None, True, 3, 2.5, 1 + 2j, "text", b"bytes", torch.float16, (), [], {}, {1, 2}, Counter(a=2), float("nan")],
+        ids=repr,
     )
     def test_equal_values_pass_through(self, value):
         joined = join(value, value, value)

@@ -305,3 +305,36 @@ def test_an_evaluation_takes_the_memory_of_recordings() -> None:
     net.failures = 1
     with pytest.raises(torch.OutOfMemoryError):
         step.evaluate(x, y)
+
+
+class LayerDrop(Net):
+    """As transformers' encoders have it."""
+
+    probability = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand([])
+        return super().forward(x) * (2.0 if drawn < self.probability else 1.0)
+
+
+class Scaling(Net):
+    """Draws on the host what it computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand([]).item()
+
+
+class Dropping(LayerDrop):
+    probability = 0.5
+
+
+@pytest.mark.parametrize(("kind", "is_recorded"), [(LayerDrop, True), (Dropping, False), (Scaling, False)])
+def test_draws_that_decide_nothing_are_recorded(recording: Devices, kind: type[Net], is_recorded: bool) -> None:
+    used = recording(1)
+    found = []
+    for capture in (False, "auto"):
+        torch.manual_seed(0)
+        losses, step = train(kind().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["AdamW"], capture=capture)
+        found.append((losses, torch.rand(())))
+    assert num_recordings(step) == is_recorded
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -338,3 +338,15 @@ def test_a_weight_that_only_the_model_has_is_not_passed_over() -> None:
     with pytest.raises(OptionError, match=r"weight must be passed to the step.*TrainStep\(\.\.\., weight=\.\.\.\)"):
         everygpu.TrainStep(weighed, F.cross_entropy, optimizer)
     everygpu.TrainStep(weighed, F.cross_entropy, optimizer, weight=lambda x, y: len(x))
+
+
+def test_a_model_that_returns_its_loss_second_is_told_to_return_it_first() -> None:
+    class Second(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = super().forward(x)
+            return logits, F.cross_entropy(logits, y)
+
+    net = Second(6, 5)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), None, OPTIMIZERS["SGD"](net.parameters()))
+    with pytest.raises(LossError, match=r"one number, got shape \(12, 5\). Return it first, or as \{'loss': ...\}"):
+        step(*next(batches(1)))

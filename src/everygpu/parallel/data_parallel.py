@@ -103,7 +103,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """
 
     _transient = frozenset(
-        {"_replicas", "_has_told", "_rows", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
+        {"_replicas", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
          "_ids", "_first_parameter"}
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
@@ -153,7 +153,6 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     def _prepare(self) -> None:
         self._ids = self.device_ids
         self._replicas: ReplicaSet | None = None
-        self._rows: Sequence[int] = ()  # of the call that runs, for each replica
         self._fresh: set[int] | None = None  # within ``frozen``: the replicas that are up to date
         self._has_told = False
         overrides = overridden(self)
@@ -174,7 +173,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             module=lambda: me.module,
             devices=self.replica_devices,
             spec=lambda: ScatterSpec(devices=me.replica_devices, dim=me.dim, split=me.split),
-            options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device),
+            options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device, me.weight_rule),
             run=lambda replicas, args, kwargs: me._run_replicas(args, kwargs, replicas=replicas),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             has_ranks=join() is not None,
@@ -276,13 +275,13 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             args, kwargs_of = ((),), ({},)
         call: Call | None = getattr(args, "call", None)
         positions = range(len(args)) if call is None else call.positions
-        self._rows = () if call is None or call.rows is None else call.rows
+        self._lock.rows = rows = () if call is None or call.rows is None else call.rows
         if replicas is None:
             is_whole = len(positions) == len(self._ids)
             ids = self._ids if is_whole else [self._ids[p] for p in positions[: len(self._ids)]]
             modules = self.replicate(self.module, ids)
         else:
-            modules = PerReplica(replicas.refresh(positions, None, self._rows), replicas=replicas)
+            modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
         outputs = self.parallel_apply(calls, args, kwargs_of)
         note_writes((inputs, kwargs))
@@ -342,8 +341,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         call = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
         if device_ids is not self._ids and (own := self._positions_of(devices)):
             call.positions = tuple(own[p] for p in call.positions)
-        if len(call.positions) > 1 and self.gather_rule == "sharded":
-            weigh_shares(call, self.weight_rule, self._output_device)
+        is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
+        if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
+            weigh_shares(call, self.weight_rule, self.replica_devices[0])
         return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -360,7 +360,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if positions is None or module is not self.module:
             return ReplicaSet(module, devices).refresh(range(len(devices)))
         if self._lock.is_inside():
-            replicas, fresh, rows = self._current_replicas(), self._fresh, self._rows
+            replicas, fresh, rows = self._current_replicas(), self._fresh, self._lock.rows
         elif self._ranks is None:
             replicas, fresh, rows = self.make_replicas(), None, ()
         else:

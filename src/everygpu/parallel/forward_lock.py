@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Optional
@@ -23,6 +23,8 @@ class ForwardLock:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.rows: Sequence[int] = ()
+        """Of the batch of the forward that has the lock, for each replica."""
         self._call: object | None = None
         self._pid = os.getpid()
 

@@ -107,7 +107,7 @@ class Joiner:
             self._check_shapes([tuple(t.shape) for t in entries], path)
             self._look_for_rows(tensors, path)
             # One number per replica, as a loss of shape (1,), is no row; with one row each, the two are equal.
-            if any(t.numel() != 1 for t in tensors) or max(self.rows or (2,)) < 2:
+            if any(t.numel() != 1 for t in tensors) or max(self.rows or (1,)) < 2:
                 weights = None
         if is_sharded:
             return shard_batch(entries, target, dim, weights)

@@ -1,13 +1,10 @@
 """What can't go through several replicas: transforms and tracers of torch, which know one thread and one device."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
 
 from everygpu.errors import CallError
 from everygpu.parallel.compiler.eval_frame import left_to_run
-from everygpu.torch_private.autograd import are_batched, are_transforms_active, is_transforming
+from everygpu.torch_private.autograd import are_transforms_active, is_transforming
 
 
 def check_transforms() -> None:
@@ -22,19 +19,6 @@ def check_transforms() -> None:
         raise CallError(
             f"DataParallel: {what} needs a module on one device, got a DataParallel of several replicas. Pass "
             f"the module itself, as in {example}."
-        )
-
-
-def check_tangents(tangents: Iterable[Tensor | None]) -> None:
-    """Refuse forward-mode differentiation under ``vmap``.
-
-    Raises:
-        CallError: saying the ways out.
-    """
-    if are_batched(tangents):
-        raise CallError(
-            "DataParallel: forward-mode differentiation under vmap, as jacobian does it with vectorize=True, needs a "
-            "module on one device. Pass the module itself, model.module, or strategy='reverse-mode'."
         )
 
 

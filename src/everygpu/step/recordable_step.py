@@ -13,11 +13,11 @@ from everygpu.errors import CaptureError
 from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.guards import find_hooks, referents
+from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.recorder import Capture
-from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
+from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
-from everygpu.parallel.data_parallel import overridden
+from everygpu.parallel.data_parallel import DataParallel, overridden
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
@@ -49,7 +49,7 @@ class _Recorded(NamedTuple):
     """That hooks of forward do in a launch what they would do."""
 
 
-class RecordableStep:
+class RecordableStep(Recordable[Tensor]):
     """A ``TrainStep`` as ``Capture`` sees it: the backward, and the update where kernels do it all.
 
     Args:
@@ -77,9 +77,6 @@ class RecordableStep:
 
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()
-
-    def may_record(self, batch: Batch) -> bool:
-        return True
 
     def prepare(self) -> EarlyUpdate | None:
         self._strategy.prepare()
@@ -110,8 +107,7 @@ class RecordableStep:
             return None
         with torch.enable_grad(), autocast(step._home, step._dtype):
             is_first = step._capture is None or not step._capture.has_recordings
-            route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
-            proof = find_hooks(others) or self._proofs.find(first, batch.read(), route, is_first=is_first)
+            proof = find_hooks(others) or self._proofs.find(first, batch.read(), _route_of(model), is_first=is_first)
         if isinstance(proof, str):
             raise CaptureError(proof)
         return proof
@@ -189,6 +185,10 @@ def _at_users_line(error: Exception) -> Exception:
     return CaptureError(f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}: {type(error).__name__}: {message}")
 
 
+def _route_of(model: DataParallel) -> ScatterSpec:
+    return ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
+
+
 def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
     """Return what records a step's work; None where that can't be recorded.
 
@@ -202,8 +202,7 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         model.give_up_recording("the optimizer can't be spread")
         return None
-    route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
     work = RecordableStep(step, strategy, must=must)
-    return Capture(work, "TrainStep", route, must=must, level=level, proves_hooks=True, gives_up=not must)
+    return Capture(work, "TrainStep", _route_of(model), must=must, level=level, proves_hooks=True, gives_up=not must)

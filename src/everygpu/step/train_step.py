@@ -16,7 +16,7 @@ from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import FiniteCheck
-from everygpu.step.kept_buffers import keep_buffers, put_back_unless_finite
+from everygpu.step.kept_buffers import keep_statistics, put_back_unless_finite
 from everygpu.step.loss import as_batch, as_number, at_device, loss_in, roots_of
 from everygpu.step.options import (
     PRECISIONS,
@@ -266,7 +266,7 @@ class TrainStep:
             self._strategy.attach_grads()
         before = None
         if self._finite_check.is_on:
-            before = keep_buffers(roots_of(self.model, self.loss), self.model.replica_devices)
+            before = keep_statistics(roots_of(self.model, self.loss), self.model.replica_devices)
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)

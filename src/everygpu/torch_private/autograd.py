@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 SavedTensorHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What packs a tensor that is saved for backward, and what unpacks it."""
+"""What packs a saved tensor, and what unpacks it."""
 
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the innermost saved-tensor hooks of this thread; ``torch.autograd.graph`` can only enter and leave them.
-
-    The argument asks torch not to raise where hooks are disabled, as within ``disable_saved_tensors_hooks``.
-    """
+    """Return the innermost saved-tensor hooks of this thread, which ``torch.autograd.graph`` only enters and leaves."""
+    # True: no error where hooks are disabled, as within ``disable_saved_tensors_hooks``.
     found: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
@@ -44,9 +42,8 @@ def without_saved_tensor_hooks() -> Iterator[list[SavedTensorHooks]]:
 
 
 def checkpoint_frames() -> tuple[list[Any], Any]:
-    """Return the frames of the checkpointed regions that this thread is in, innermost first, and the frame of the one
-    that it runs again, None beside that; ``torch.utils.checkpoint`` keeps them in the closures of its hooks.
-    """
+    """Return the frames of the checkpointed regions of this thread, innermost first, and that of the one run again."""
+    # ``torch.utils.checkpoint`` keeps them in the closures of its hooks.
     with without_saved_tensor_hooks() as hooks:
         pass
     frames, again = [], None
@@ -71,11 +68,7 @@ def backward_id() -> int:
 
 
 def will_execute(node: Node) -> bool:
-    """Tell, within a backward, whether it will run a node; nodes aren't told what was asked of the engine.
-
-    Raises:
-        RuntimeError: the node is a leaf's, and the backward is ``torch.autograd.grad``.
-    """
+    """Tell, within a backward, whether it runs a node; a RuntimeError for a leaf's within ``torch.autograd.grad``."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -89,15 +82,11 @@ def is_transforming() -> bool:
     return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def is_batched(x: Tensor) -> bool:
-    """Tell whether a tensor stands for several under ``vmap``, as gradients do with ``is_grads_batched=True``."""
-    return torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x)
-
-
 def are_batched(grads: Iterable[Tensor | None]) -> bool:
-    """Tell whether one of the gradients that there are is batched."""
-    return any(is_batched(g) for g in grads if g is not None)
+    """Tell whether a gradient stands for several under ``vmap``, as with ``is_grads_batched=True``."""
+    functorch = torch._C._functorch
+    return any(functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g) for g in grads if g is not None)
 
 
 are_transforms_active = torch._C._are_functorch_transforms_active
-"""Tell whether a transformation of ``torch.func`` is under way: ``vmap``, ``grad`` and others; they don't say so."""
+"""Tell whether a transformation of ``torch.func`` is under way."""

@@ -1,8 +1,4 @@
-"""torch's compiler: Dynamo's frames and graphs, AOTAutograd's settings, and Inductor's compiled graphs.
-
-Importing the compiler takes seconds, so it is imported where it is used. None of this has a public name; what is read
-off the compiler's objects is said beside each.
-"""
+"""torch's compiler: Dynamo's frames, AOTAutograd's settings, Inductor's graphs; imported at use, as it is slow."""
 
 from types import CodeType
 from typing import Any
@@ -12,35 +8,27 @@ import torch
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
 frame_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
-"""Return what this thread's frames are compiled by, None or False beside a compiled function; None itself where torch
-doesn't have it: compiled code that is given a deferred tensor is slow then, not wrong."""
+"""Return what this thread's frames are compiled by; None where torch doesn't have it, which is slower, not wrong."""
 
 
 def skip_code(code: CodeType, *, with_calls: bool) -> None:
-    """Have Dynamo leave a function's code as it is, perhaps with all that it calls; ``torch.compiler.disable`` wraps
-    the function, and has no way to leave out what it calls.
-    """
+    """Have Dynamo leave a function's code as it is, perhaps with all it calls; ``torch.compiler.disable`` wraps it."""
     action = _eval_frame._FrameAction
     calls = action.SKIP if with_calls else action.DEFAULT
     _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action.SKIP, calls))
 
 
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
-"""The backend that ``torch.compile`` makes of ``mode`` and ``options``; its ``config`` has Inductor's options."""
+"""The backend that ``torch.compile`` makes of ``mode`` and ``options``, its ``config``."""
 
 
 def is_scripted(func: Any) -> bool:
-    """Tell whether a function was made by ``torch.jit.script``; ``torch.jit`` exports no method's class."""
-    return isinstance(func, _SCRIPTS)
-
-
-_SCRIPTS = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+    """Tell whether a function was made by ``torch.jit.script``."""
+    return isinstance(func, (torch._C.ScriptFunction, torch._C.ScriptMethod))
 
 
 def tracing_context() -> Any:
-    """Return what the running compilation keeps, None beside one: ``fw_metadata`` with ``bw_donated_idxs``,
-    ``guards_context.aotautograd_guards`` and ``ddp_optimizer_ctx``.
-    """
+    """Return the running compilation's ``fw_metadata``, ``guards_context`` and ``ddp_optimizer_ctx``, or None."""
     return torch._guards.TracingContext.try_get()
 
 

@@ -7,10 +7,9 @@ from torch.utils._triton import has_triton as _has_triton
 
 
 def route_stream_to_pool(device: torch.device, pool: Any) -> None:
-    """Have whatever is allocated on a device's current stream come from a graph's memory pool, in all threads.
+    """Allocate what is asked for on a device's current stream from a graph's pool, in all threads.
 
-    ``torch.cuda.graph`` does so for the device that captures, and no other. ``torch.cuda.use_mem_pool`` goes by thread:
-    it would miss what replicas and autograd allocate in theirs.
+    ``torch.cuda.graph`` does so for the capturing device only, ``torch.cuda.use_mem_pool`` for one thread.
     """
     torch._C._cuda_beginAllocateCurrentStreamToPool(device.index, pool)
 
@@ -26,7 +25,7 @@ def release_pool(device: torch.device, pool: Any) -> None:
 
 
 def clear_cublas_workspaces() -> None:
-    """Drop cuBLAS's workspaces, as torch's own CUDA graph trees do before a capture: a graph gets its own."""
+    """Drop cuBLAS's workspaces, as torch's CUDA graph trees do before a capture: a graph gets its own."""
     torch._C._cuda_clearCublasWorkspaces()
 
 

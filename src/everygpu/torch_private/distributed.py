@@ -8,13 +8,7 @@ import torch.distributed
 
 
 def open_collectives(limit: int = 20) -> list[str]:
-    """Describe the last collectives that are not done, as torch's flight recorder has them.
-
-    Its public ways are a file that is written when a collective's own timeout has passed, and a server.
-
-    Args:
-        limit: How many at most.
-    """
+    """Describe the last collectives that aren't done, from torch's flight recorder; in public it only writes files."""
     module: Any = getattr(torch._C, "_distributed_c10d", None)
     dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
     # A build with NCCL has both: the first knows NCCL's collectives, the second gloo's.

@@ -1,7 +1,6 @@
-"""torch's compiler as a prover: what Dynamo has found out about a function, and its guards, without running anything.
+"""torch's compiler as a prover: what Dynamo found out about a function beside its graph, and its guards.
 
-``torch.compile`` calls a backend with a graph only. What a trace writes beside the graph, whose code it went through
-and the guards it made have no public name. Importing the compiler takes seconds, so it is imported where it is used.
+Importing the compiler takes seconds, so it is imported where it is used.
 """
 
 import contextlib
@@ -16,9 +15,7 @@ _EAGER_ANSWERS = ("is_compiling", "is_dynamo_compiling", "is_exporting", "_is_in
 
 
 def current_trace() -> Any:
-    """Return what Dynamo keeps of the function that it calls a backend for: an ``OutputGraph``, with ``side_effects``,
-    ``random_calls`` and ``root_tx``, whose ``f_globals`` are the function's.
-    """
+    """Return the ``OutputGraph`` that a backend is called for: ``side_effects``, ``random_calls``, ``root_tx``."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output
@@ -57,7 +54,7 @@ def cache_entries(code: CodeType) -> list[Any]:
 
 
 def drop_code(code: CodeType) -> None:
-    """Free what Dynamo has compiled for a function's code, guards and all; it keeps both alive for good otherwise."""
+    """Free what Dynamo has compiled for a function's code, which it otherwise keeps alive for good."""
     torch._C._dynamo.eval_frame.reset_code(code)
 
 
@@ -73,8 +70,7 @@ def scoped_config(settings: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_answers() -> Iterator[None]:
-    """Trace what a recording runs: ``torch.compiler.is_compiling()`` is False in it, as the call runs eagerly, and
-    ``torch.cuda.is_current_stream_capturing()`` is True.
+    """Trace what a recording runs eagerly: not ``is_compiling()``, but ``is_current_stream_capturing()``.
 
     Dynamo's lock is held meanwhile, so no other thread traces with these answers.
     """

@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils import _mode_utils
 from torch.utils._device import DeviceContext as _DeviceContext
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 DeviceContext = _DeviceContext
@@ -30,12 +31,12 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def function_modes() -> list[Any]:
-    """Return the function modes that are entered now, the outermost first; torch can only enter and leave them."""
+    """Return the function modes that are entered now, the outermost first."""
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def num_dispatch_modes() -> int:
-    """Count the ``TorchDispatchMode``s that are entered now; torch can only enter and leave them."""
+    """Count the ``TorchDispatchMode``s that are entered now."""
     return torch._C._len_torch_dispatch_stack()
 
 
@@ -48,16 +49,16 @@ def is_tracing() -> bool:
 
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
+TorchDispatchMode = _TorchDispatchMode
+"""Sees every operation of this thread that reaches torch's dispatcher; "Extending PyTorch" documents it."""
+
 without_dispatch_modes = _disable_current_modes
 """The context manager in which no ``TorchDispatchMode`` is entered; tensor subclasses are dispatched as before."""
 
 
 @contextmanager
 def below_python_dispatch() -> Iterator[None]:
-    """Run operations on wrapper tensors' metadata alone, past ``__torch_dispatch__``.
-
-    As ``torch.utils._python_dispatch.return_and_correct_aliasing``, which does so for views of fresh wrappers only.
-    """
+    """Run operations on wrappers' metadata alone, as ``return_and_correct_aliasing`` does for views of fresh ones."""
     with _mode_utils.no_dispatch():
         before = torch._C._meta_in_tls_dispatch_include()
         torch._C._set_meta_in_tls_dispatch_include(True)
@@ -68,20 +69,14 @@ def below_python_dispatch() -> Iterator[None]:
 
 
 def reading_lazy_values() -> AbstractContextManager[None]:
-    """Have operations conjugate, negate and fill in what is marked so.
+    """Have operations conjugate, negate and fill in what is marked so, as ``linalg.pinv`` marks its own tensors.
 
-    Below ``__torch_dispatch__`` torch leaves the keys for that out, and reads raw memory; ``linalg.pinv`` and others
-    mark tensors that they make on the way. ``FunctionalTensor`` sets keys by the same guard.
+    Below ``__torch_dispatch__`` torch leaves these keys out, and reads raw memory.
     """
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY)
     return guard
 
 
-_LAZY = functools.reduce(
-    operator.or_,
-    map(
-        torch._C.DispatchKeySet,
-        (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor),
-    ),
-)
+_LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_LAZY = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _LAZY_KEYS))

@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everygpu.parallel import switches
-from everygpu.parallel.compiler import inductor_backend, load_graph, multi_device_graph
-from everygpu.parallel.compiler.inductor_backend import InductorBackend, backend_of, compiling_once, inductor
+from everygpu.parallel.compiler import inductor_backend, load_graph
+from everygpu.parallel.compiler.inductor_backend import (
+    GraphPart,
+    InductorBackend,
+    MultiDeviceGraph,
+    backend_of,
+    compiling_once,
+    device_index_of,
+)
 from everygpu.parallel.compiler.load_graph import _choose_alike, unsupported_reason
-from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph, device_index_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -147,7 +153,7 @@ class TestBackend:
         torch.compiler.reset()
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(5, 3)
-        compiled = torch.compile(net, backend=inductor())
+        compiled = torch.compile(net, backend=InductorBackend({}))
         with caplog.at_level("INFO", "everygpu"):
             ours, eager = compiled(x), net(x)
         torch.testing.assert_close(ours, eager)
@@ -160,7 +166,7 @@ def test_backward_may_run_again() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), torch.randn(5, 3)
-    compiled = torch.compile(net, backend=inductor())
+    compiled = torch.compile(net, backend=InductorBackend({}))
     for _ in range(2):
         grads = []
         for y in (compiled(x), net(x)):
@@ -182,8 +188,8 @@ def second_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(inductor_backend, "unsupported_reason", none)
     monkeypatch.setattr(load_graph, "retarget", lambda source, old, new: f"{source}\nNEW = {new}\n")
-    monkeypatch.setattr(multi_device_graph, "device_index_of", lambda inputs: 1)
-    monkeypatch.setattr(multi_device_graph, "_is_same_kind", lambda a, b: True)
+    monkeypatch.setattr(inductor_backend, "device_index_of", lambda inputs: 1)
+    monkeypatch.setattr(inductor_backend, "_is_same_kind", lambda a, b: True)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     torch.compiler.reset()
     return kept
@@ -193,7 +199,7 @@ def test_torchs_graphs_are_loaded_again(second_gpu: list[Any]) -> None:
     """All but the rewriting is torch's own."""
     torch.manual_seed(0)
     linear, x = nn.Linear(3, 4), torch.randn(5, 3)
-    ours, expected = torch.compile(lambda t: linear(t).tanh() * 2, backend=inductor())(x), linear(x).tanh() * 2
+    ours, expected = torch.compile(lambda t: linear(t).tanh() * 2, backend=InductorBackend({}))(x), linear(x).tanh() * 2
     torch.testing.assert_close(ours, expected)
     grads = [torch.autograd.grad(y.square().sum(), linear.parameters()) for y in (ours, expected)]
     torch.testing.assert_close(*grads)
@@ -214,11 +220,11 @@ def test_a_version_that_can_not_be_loaded_is_done_without(
         raise KeyError("is_backward")
 
     monkeypatch.setattr(inductor_backend, "load_version", failing)
-    monkeypatch.setattr(multi_device_graph, "device_index_of", lambda inputs: 0)
+    monkeypatch.setattr(inductor_backend, "device_index_of", lambda inputs: 0)
     made: list[Any] = []
 
     def keeping(graph: Any, inputs: Any) -> Any:
-        made.append(inductor()(graph, inputs))
+        made.append(InductorBackend({})(graph, inputs))
         return made[-1]
 
     torch.compile(lambda t: t.tanh() * 2, backend=keeping)(torch.ones(2))

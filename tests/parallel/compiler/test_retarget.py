@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everygpu.parallel.compiler.retarget import retarget
+from everygpu.parallel.compiler.load_graph import retarget
 
 GENERATED = (Path(__file__).parent / "generated_code.txt").read_text()
 """What torch 2.11 generated for cuda:1, one kernel of it."""

@@ -60,16 +60,8 @@ def grads_of(used: list[torch.device], kind: str, engine: str) -> tuple[everygpu
 
 # What is on one card is used on another: torch says so, once.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("buffer", "buffer scale"),
-        ("global", f"global variable {__name__}.SHIFT"),
-        ("closure", "attribute apply_other"),
-        ("default", "a default argument"),
-    ],
-)
-def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: Any, kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind", ["buffer", "global", "closure", "default"])
+def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: Any, kind: str) -> None:
     used = recording(2)
     _, wanted = grads_of(used, kind, "threads")
     with caplog.at_level(logging.WARNING, "everygpu"):
@@ -77,7 +69,7 @@ def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: An
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert num_recordings(model) == 0
     (line,) = caplog.messages
-    assert name in line
+    assert ("buffer scale" if kind == "buffer" else "another of shape") in line
 
 
 def test_a_tensor_that_comes_to_require_a_gradient_drops_recordings(recording: Devices) -> None:

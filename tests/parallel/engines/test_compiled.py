@@ -31,7 +31,7 @@ def fresh_compiler():
 @pytest.fixture
 def quick(monkeypatch):
     """Trace and guard as ever, without generating code: seconds less for each replica."""
-    monkeypatch.setattr(compiled, "inductor", lambda: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -96,7 +96,7 @@ class TestSameAsThreads:
             made.append(graph)
             return lookup_backend("aot_eager")(graph, inputs)
 
-        monkeypatch.setattr(compiled, "inductor", lambda: counting)
+        monkeypatch.setattr(compiled, "InductorBackend", lambda _: counting)
         x, y = batch(used[0])
         torch.manual_seed(0)
         net = Plain().to(used[0])
@@ -210,7 +210,7 @@ class TestWaysBack:
         def broken(graph, inputs):
             raise NotImplementedError("no such operation")
 
-        monkeypatch.setattr(compiled, "inductor", lambda: broken)
+        monkeypatch.setattr(compiled, "InductorBackend", lambda _: broken)
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu import ShardedBatch
-from everygpu.errors import OptionError
+from everygpu.errors import CallError, OptionError
 
 LOSSES = {
     "cross_entropy": lambda out, y: F.cross_entropy(out, y),
@@ -208,6 +208,48 @@ def test_hooks_and_retained_gradients(devices):
         (out * 2).pow(2).sum().backward()
         seen.append(plain(out.grad))
     torch.testing.assert_close(seen[2:], seen[:2])
+
+
+class Features(nn.Module):
+    """Returns its features beside what it computes from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return h, self.head(h)
+
+
+@pytest.mark.parametrize("engine", ["threads", "auto"])
+@pytest.mark.parametrize("uses_both", [False, True])
+def test_gradients_that_come_by_another_output_are_retained(devices, engine, uses_both):
+    used = devices(3)
+    bare = Features().to(used[0])
+    model = everygpu.DataParallel(copy.deepcopy(bare), used, engine=engine)
+    x, y = batch(11, used[0])
+    for _ in range(2):
+        grads = []
+        for net in (bare, model):
+            h, out = net(x)
+            h.retain_grad()
+            (F.cross_entropy(out, y % 3) + h.pow(2).mean() * uses_both).backward()
+            grads.append(plain(h.grad))
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_a_hook_that_gradients_pass_by_is_an_error(devices):
+    used = devices(3)
+    model = everygpu.DataParallel(Features().to(used[0]), used, engine="threads")
+    x, y = batch(11, used[0])
+    h, out = model(x)
+    seen = []
+    h.register_hook(seen.append)
+    h.pow(2).mean().backward(retain_graph=True)
+    assert len(seen) == 1
+    with pytest.raises(CallError, match="retain_grad"):
+        F.cross_entropy(out, y % 3).backward()
 
 
 class Tripled(torch.autograd.Function):

@@ -84,18 +84,12 @@ def test_random_chains(sizes: list[int], steps: list[tuple[int, int, int]]) -> N
     assert_same_call(lambda *starts: walk(list(starts), steps), args, sizes, twice=True)
 
 
-LOOKING_AND_RESHAPING: list[Callable[[Tensor, Tensor], Any]] = [
+LOOKING: list[Callable[[Tensor, Tensor], Any]] = [
     *STEPS,
     lambda x, y: x[0].sum().item() and x,
     lambda x, y: [v.sum().item() for v in x.detach()] and x,
     lambda x, y: x[:],
     lambda x, y: x[...],
-    lambda x, y: x.t_(),
-    lambda x, y: x.unsqueeze_(0),
-    lambda x, y: x.unsqueeze_(-1),
-    lambda x, y: x.squeeze_(),
-    lambda x, y: x.swapaxes_(0, -1).mul_(2),
-    lambda x, y: x.detach().unsqueeze_(1),
     lambda x, y: torch.std_mean(x),
     lambda x, y: x.nanmean(),
     lambda x, y: F.mse_loss(x, y),
@@ -105,11 +99,11 @@ LOOKING_AND_RESHAPING: list[Callable[[Tensor, Tensor], Any]] = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(4))
-def test_programs_that_look_and_reshape(seed: int) -> None:
+def test_programs_that_look(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(15):
         sizes = draw.choice([[3, 2], [2, 2, 1], [1, 3, 1], [4, 0]])
-        last = len(LOOKING_AND_RESHAPING) - 1
+        last = len(LOOKING) - 1
         steps = [(draw.randint(0, last), draw.randint(0, 9), draw.randint(0, 9)) for _ in range(draw.randint(2, 8))]
         args = (Rows(numbers(sum(sizes), 6), 0), Rows(numbers(sum(sizes), 6, seed=1), 0))
-        assert_same_call(lambda *x, steps=steps: walk(list(x), steps, LOOKING_AND_RESHAPING), args, sizes)
+        assert_same_call(lambda *x, steps=steps: walk(list(x), steps, LOOKING), args, sizes)

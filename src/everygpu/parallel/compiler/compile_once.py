@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from everygpu.parallel.compiler.dynamo import inputs_of, value_of
-from everygpu.parallel.compiler.inductor_backend import Backend
-from everygpu.parallel.compiler.multi_device_graph import MultiDeviceGraph
+from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGraph
 
 
 class CompileOnce:

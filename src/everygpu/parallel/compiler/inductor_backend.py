@@ -1,16 +1,19 @@
 """Compile a graph on one GPU and run it on all GPUs of its kind.
 
 Tracing, optimizing and generating code takes torch's compiler tens of seconds for a large model; what comes out names
-its GPU in a few places. So for each further GPU the generated source is rewritten (``retarget.py``) and loaded again;
-its kernels are the same, and found in Triton's cache on disk.
+its GPU in a few places. So for each further GPU the generated source is rewritten and loaded again; its kernels are the
+same, and found in Triton's cache on disk.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from everygpu.parallel.compiler.load_graph import load_version, unsupported_reason
-from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph
 from everygpu.torch_private.compiler import (
     InductorWrapper,
     compile_fx,
@@ -23,6 +26,69 @@ logger = logging.getLogger("everygpu")
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
+
+
+class MultiDeviceGraph:
+    """What Dynamo's graph was compiled to: forward, and backward by autograd."""
+
+    def __init__(self, function: Callable[..., Any], parts: "Sequence[GraphPart]") -> None:
+        self._function = function
+        self._parts = parts
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._function(*inputs)
+
+    def serves(self, device: torch.device) -> bool:
+        """Tell whether it may be given inputs on this device."""
+        return device.type == "cuda" and all(part.serves(device.index) for part in self._parts)
+
+
+class GraphPart:
+    """A forward or backward graph, with a version of its code for each GPU it has run on.
+
+    Args:
+        home: Index of the GPU it was compiled for; None when it is for no other.
+        run: Takes a list of inputs, which it empties.
+        load: Makes a version for another GPU.
+    """
+
+    def __init__(
+        self,
+        home: int | None,
+        run: Callable[[list[Any]], Any] | None = None,
+        load: "Callable[[int], Callable[[list[Any]], Any]] | None" = None,
+    ) -> None:
+        self._home = home
+        self._load = load
+        self._loading = threading.Lock()
+        self._versions: dict[int, Callable[[list[Any]], Any]] = {} if home is None or run is None else {home: run}
+
+    def serves(self, index: int) -> bool:
+        """Tell whether it runs on a GPU: that it was compiled for, or one of the same kind."""
+        if self._home is None or index in self._versions:
+            return self._home is not None
+        if not _is_same_kind(self._home, index):
+            return False
+        try:
+            self._version(index)
+        except Exception:  # torch's internals may have changed: the graph is compiled for that GPU instead
+            logger.warning(
+                "DataParallel: code compiled for cuda:%d can't be loaded for others", self._home, exc_info=True
+            )
+            self._home = None
+        return self._home is not None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self._version(device_index_of(inputs))(inputs)
+
+    def _version(self, index: int) -> Callable[[list[Any]], Any]:
+        found = self._versions.get(index)
+        if found is None:
+            with self._loading:
+                if index not in self._versions and self._load is not None:
+                    self._versions[index] = self._load(index)
+                found = self._versions[index]
+        return found
 
 
 class InductorBackend:
@@ -77,11 +143,6 @@ class InductorBackend:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor() -> InductorBackend:
-    """Make torch's own backend with its own options, compiling once for all GPUs."""
-    return InductorBackend({})
-
-
 def compiling_once(backend: Backend) -> Backend:
     """Replace torch's own backend by ours with the same options, but for CUDA graphs; others stay."""
     return InductorBackend(backend.config) if isinstance(backend, InductorWrapper) else backend
@@ -105,3 +166,21 @@ def _keep_saved_tensors() -> None:
     writable = getattr(metadata, "bw_donated_idxs", None)
     if writable:
         writable.clear()
+
+
+def device_index_of(inputs: Sequence[Any]) -> int:
+    """Find the GPU that a graph is to run on: that of its first input on one, or the current one."""
+    for x in inputs:
+        if isinstance(x, Tensor) and x.device.type == "cuda":
+            return x.device.index
+    return torch.cuda.current_device()
+
+
+def _is_same_kind(a: int, b: int) -> bool:
+    """Tell whether two GPUs run the same code: kernels are laid out for a number of multiprocessors."""
+    if a == b:
+        return True
+    one, other = torch.cuda.get_device_properties(a), torch.cuda.get_device_properties(b)
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("name", "major", "minor", "multi_processor_count")
+    )

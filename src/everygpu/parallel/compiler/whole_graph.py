@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, starmap
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -20,7 +20,6 @@ from everygpu import tree
 from everygpu.keys import is_compiled
 from everygpu.parallel import switches
 from everygpu.parallel.compiler.dynamo import inputs_of, without_flattening, without_marks
-from everygpu.parallel.compiler.forward_inputs import class_reader, tensor_reader
 from everygpu.parallel.compiler.recordable_graph import (
     code_reason,
     in_line,
@@ -97,7 +96,7 @@ class _Proof:
     tensors: tuple[Tensor, ...]
     """All that forward reads beside its arguments: a recording reads these, at their addresses."""
     read_classes: Callable[[], tuple[Any, ...]]
-    """See ``class_reader``."""
+    """See ``_class_reader``."""
     classes: tuple[Any, ...]
     settings: tuple[Any, ...]
     context: dict[ContextVar[Any], Any]
@@ -109,26 +108,12 @@ class _Proof:
 class WholeGraph:
     """Tell whether a call of a module may be recorded as a CUDA graph, and whether another call is the same.
 
-    A recording repeats kernels. It repeats the call if forward reads nothing that changes unseen, and changes nothing
-    but tensors. ``torch.compile(fullgraph=True)`` traces just such functions: its guards are on everything that the
-    trace has read, be it an attribute, a global, a closure or a container, and its trace has every write to Python's
-    state. Here it traces with a backend that runs nothing. ``torch.compiler.is_compiling()`` is False in the trace, as
-    in the call that is recorded. The caller's own compiled functions and Dynamo's settings stay as they are.
+    A recording repeats kernels: the call, if forward reads nothing that changes unseen, and changes nothing but
+    tensors. ``torch.compile(fullgraph=True)`` traces just such functions, with guards on all that the trace has read;
+    here its backend runs nothing. Not seen are the values and addresses of tensors (``p.data = other``) and autograd's
+    hooks on tensors. A module that is compiled, or has a compiled module below it, is refused.
 
-    One proof is kept, that of the last call of ``prove``: each recording has its own ``WholeGraph``. Not seen are
-    the values and addresses of tensors (``p.data = other``) and autograd's hooks on tensors. Functions that are marked
-    ``torch.compiler.allow_in_graph`` are refused, but are run on fake tensors to be traced. A module that is compiled,
-    or has a compiled module below it, is refused; a compiled function is traced as the Python that it was made of.
-
-    ``prove`` holds Dynamo's lock, so threads prove one after the other. ``holds`` may run in several threads, and
-    beside a ``prove`` of another object; not beside one of the same object.
-
-    ::
-
-        graph = WholeGraph(model)
-        if (reason := graph.prove((x,), {})) is None:
-            ...  # record model(x)
-        graph.holds((y,), {})  # whether the recording serves model(y), whose shape is that of x
+    ``prove`` holds Dynamo's lock; ``holds`` may run in several threads, but not beside a ``prove`` of the same object.
 
     Args:
         module: What is called. Any device; nothing is run on it.
@@ -169,6 +154,10 @@ class WholeGraph:
             args: As for ``prove``.
             kwargs: As for ``prove``.
         """
+        return self._proof is not None and torch_settings() == self._proof.settings and self.still_holds(args, kwargs)
+
+    def still_holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Check the guards, where torch's settings are known to be as they were."""
         proof = self._proof
         # Read anew: guards on an object that is gone fail by taking the entry away, as torch._dynamo.reset() does.
         entry = next(iter(cache_entries(proof.code)), None) if proof is not None else None
@@ -179,7 +168,6 @@ class WholeGraph:
             entry.guard_manager.check(values)
             and all(map(operator.is_, proof.read_tensors(values), proof.tensors))
             and proof.read_classes() == proof.classes
-            and torch_settings() == proof.settings
             and all(_is_same(value_in_context(var), value) for var, value in proof.context.items())
             and (proof.environment is None or proof.environment == os.environ)
         )
@@ -224,8 +212,8 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     if found is None or found.reason is not None:
         drop_code(function.__code__)
         return "torch.compile has left the call out" if found is None else str(found.reason)
-    read_tensors = tensor_reader(found.sources, function.__globals__)
-    read_classes = class_reader(found.classes, found.codes)
+    read_tensors = _tensor_reader(found.sources, function.__globals__)
+    read_classes = _class_reader(found.classes, found.codes)
     return _Proof(
         code=function.__code__,
         probe=probe,
@@ -237,6 +225,39 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         context=found.context,
         environment=found.environment,
     )
+
+
+def _tensor_reader(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Tensor, ...]]:
+    """Make the function that reads tensors where Dynamo has found them, from what a call gets.
+
+    Args:
+        sources: Python over ``L``, what the call gets, and ``G``, globals.
+        scope: The globals.
+    """
+    items = "".join(f"{source}, " for source in sources)
+    read: Callable[[dict[str, Any]], tuple[Tensor, ...]] = eval(f"lambda L: ({items})", {"G": scope})
+    return read
+
+
+def _class_reader(classes: set[type], codes: list[CodeType]) -> Callable[[], tuple[Any, ...]]:
+    """Make the function that reads what Dynamo takes to stay as it is in classes: the number of their attributes, and
+    the functions whose code was traced.
+
+    Args:
+        classes: Those of all objects that a trace has met.
+        codes: What it went through.
+    """
+    traced = set(map(id, codes))
+    spaces = [vars(base) for base in {base for owner in classes for base in owner.__mro__}]
+    places = [(owner, name) for owner in classes for name in dir(owner) if id(_code_of(owner, name)[1]) in traced]
+    return lambda: (*map(len, spaces), *starmap(_code_of, places))
+
+
+def _code_of(owner: type, name: str) -> tuple[Any, Any]:
+    """Return a class's function and its code; that of a property's getter; of anything else, None as the code."""
+    value = getattr(owner, name, None)
+    value = getattr(value, "fget", getattr(value, "__func__", value))  # a class method is bound anew by each look
+    return value, getattr(value, "__code__", None)
 
 
 class _SaidOnce(set[Any]):

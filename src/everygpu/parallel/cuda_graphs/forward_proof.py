@@ -37,7 +37,7 @@ class ForwardProof:
 
     def holds(self) -> bool:
         """Tell whether all that forward reads is as it was, beside its arguments, which the recording knows by kind."""
-        return self._graph.holds(*self._call)
+        return self._graph.still_holds(*self._call)  # ``Capture`` guards torch's settings
 
 
 class ForwardProofs:

@@ -1,4 +1,4 @@
-"""Random generators on the host, whose draws a recording would repeat."""
+"""Random numbers that the host draws or reads: a recording would repeat them, or can't have them in it."""
 
 import random
 import sys
@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from everygpu.torch_private.modes import TorchDispatchMode
+from everygpu.torch_private.pytree import tree_flatten
 
 
 class DrawGate:
@@ -100,3 +103,68 @@ def is_same_state(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return all(map(is_same_state, a, b))
     return bool((a == b).all()) if hasattr(a, "shape") else bool(a == b)
+
+
+class IdleDraws(TorchDispatchMode):
+    """Counts draws of ``torch.rand([])`` that decide nothing: they are only asked whether they are below 0, or less.
+
+    As by transformers' LayerDrop where its probability is 0. What other functions draw isn't counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num: int | None = 0
+        """None where a draw is used in another way."""
+        self._drawn: list[Tensor] = []
+        self._answers: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, first = func.name(), args[0] if args else None
+        if name == "aten::rand" and not first and result.device.type == "cpu":
+            self._drawn.append(result)
+            self.num = None if self.num is None else self.num + 1
+        elif name == "aten::detach" and _is_among(first, self._drawn):
+            self._drawn.append(result)
+        elif name == "aten::lt.Scalar" and _is_among(first, self._drawn) and args[1] <= 0:
+            self._answers.append(result)
+        elif name != "aten::_local_scalar_dense" or not _is_among(first, self._answers):
+            known = [*self._drawn, *self._answers]
+            is_used = any(_is_among(x, known) for x in tree_flatten((args, kwargs))[0])
+            self.num = None if is_used else self.num
+        return result
+
+
+def draw_idly(num: int) -> None:
+    """Draw as ``torch.rand([])`` does, so that what is drawn next is as in a step that is not recorded."""
+    for _ in range(num):
+        torch.rand((), device="cpu")
+
+
+def _is_among(x: Any, tensors: Sequence[Tensor]) -> bool:
+    return any(x is t for t in tensors)
+
+
+def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Have cuDNN draw the seed of recurrent layers' dropout now, where it has yet to.
+
+    It does so in the first call after a generator's state was set, by reading a random number back from the GPU, which
+    can't be recorded. Dynamo sets the state, and so does a launch.
+
+    Args:
+        roots: The modules that take part.
+        devices: One per replica.
+    Source:
+        ``get_dropout_state`` in PyTorch's ``aten/src/ATen/native/cudnn/RNN.cpp``.
+    """
+    if not any(isinstance(m, nn.RNNBase) and m.training and m.dropout for root in roots for m in root.modules()):
+        return
+    for device in devices:
+        if device.type == "cuda":
+            _run_smallest(device)
+
+
+def _run_smallest(device: torch.device) -> None:
+    layer = nn.RNN(1, 1, num_layers=2, dropout=0.5, device=device)
+    with torch.no_grad(), torch.autocast("cuda", enabled=False):
+        layer(torch.zeros(1, 1, 1, device=device))

@@ -1,22 +1,24 @@
 """One launch of a recorded forward: what it returns, and how it goes backward."""
 
-from collections.abc import Sequence
+import io
+import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu import comm, tree
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.copies import Streams
-from everygpu.parallel.buckets.memory import Grads, Use, versions_of
+from everygpu.parallel.buckets.memory import Use, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
+from everygpu.parallel.sharded.hooks import RECORDED, mark
 from everygpu.torch_private.autograd import are_batched
 
 if TYPE_CHECKING:
@@ -28,6 +30,60 @@ Leaves = list[list[list[Tensor]]]
 OTHER_OUTPUTS = "backwards begin at other outputs from step to step"
 SECOND_BACKWARD = "a forward is gone backward through twice"
 DIFFERENTIATED_AGAIN = "gradients are differentiated again (create_graph=True)"
+
+
+class Opaque:
+    """An output that is no container but has tensors in it, such as a transformer's cache: each launch makes it anew.
+
+    Args:
+        value: Whose state can be pickled.
+    Raises:
+        Exception: it can't be, or has a parameter or another kind of tensor in it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: list[Tensor] = []
+        state = io.BytesIO()
+        _Pickler(state, self.tensors).dump(value)
+        self._state = state.getvalue()
+
+    def make(self, tensors: Iterator[Tensor]) -> Any:
+        """Make the object.
+
+        Args:
+            tensors: Gives what takes the place of ``tensors``, in order.
+        """
+        return _Unpickler(self._state, [next(tensors) for _ in self.tensors]).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, state: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(state, pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> int | None:
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            raise TypeError(f"a {type(value).__name__} in an output is the model's own")
+        if not isinstance(value, Tensor):
+            return None
+        if type(value) is not Tensor or value.layout != torch.strided:
+            raise TypeError("a tensor in an output must be dense")
+        known = next((i for i, t in enumerate(self._tensors) if t is value), None)
+        if known is None:
+            known = len(self._tensors)
+            self._tensors.append(value)
+        return known
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what this process has just pickled."""
+
+    def __init__(self, state: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(state))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +131,9 @@ class Launch:
 
     def run(self, devices: Sequence[torch.device]) -> list[Any]:
         """Return each replica's outputs in memory of their own, connected to the parameters."""
-        _, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
+        anchor, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
+        if sum(self.recorded.differentiable) > len(devices):  # more than one output of each replica
+            mark(anchor.grad_fn, RECORDED)
         num_plain = sum(isinstance(x, Tensor) for _, x in tree.leaves(self.recorded.outputs, "out"))
         plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
 
@@ -127,29 +185,6 @@ class Launch:
             f"DataParallel: the forward was launched from a recording, which goes backward once, from the outputs of "
             f"the steps before, but {reason}. Pass engine='threads'; this model runs so from now on."
         )
-
-
-def find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
-    """Return the gradients of a recording's leaves, for each bundle and device.
-
-    Args:
-        outputs: Of all replicas, as recorded.
-        seeds: Their gradients.
-        leaves: Of the recording.
-    Raises:
-        CaptureError: a gradient is sparse.
-    """
-    flat = [t for row in leaves for tensors in row for t in tensors]
-    each = iter(torch.autograd.grad(outputs, flat, seeds, allow_unused=True))
-    grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
-    if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
-        raise CaptureError("DataParallel: gradients must be dense, got a sparse one. Pass engine='threads'.")
-    return grads
-
-
-def reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
-    """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
-    return [any(g is not None for g in column) for row in grads for column in zip(*row)]
 
 
 class _LaunchNode(torch.autograd.Function):

@@ -12,10 +12,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import tree
 from everygpu.errors import CaptureError
-from everygpu.parallel.cuda_graphs.launch import Leaves
-from everygpu.parallel.cuda_graphs.opaque import Opaque
+from everygpu.parallel.cuda_graphs.launch import Leaves, Opaque
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
-from everygpu.parallel.cuda_graphs.tensor_names import name_of
 from everygpu.parallel.replicas.module_tree import is_dense
 
 _ACCUMULATION = "torch::autograd::AccumulateGrad"
@@ -92,10 +90,11 @@ def _check_leaf(node: Any, originals: Collection[int], known: Collection[int], m
             "of a module. Register it with register_parameter."
         )
     if is_held and id(leaf) not in known:
+        name = next((f"buffer {name}" for name, b in module.named_buffers() if b is leaf), "another")
         raise CaptureError(
             f"DataParallel: what requires a gradient in forward must be a parameter of the module, got "
-            f"{name_of(module, leaf)}, whose gradient a recording would lose. Register it in the module as an "
-            f"nn.Parameter, or as a part of an nn.Module"
+            f"{name} of shape {tuple(leaf.shape)}, whose gradient a recording would lose. Register it in the module as "
+            f"an nn.Parameter, or as a part of an nn.Module"
         )
 
 

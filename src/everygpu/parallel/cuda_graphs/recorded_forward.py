@@ -3,12 +3,13 @@
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from everygpu import tree
 from everygpu.comm.streams import current_stream
@@ -16,26 +17,25 @@ from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
+from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.launch import (
     DIFFERENTIATED_AGAIN,
     OTHER_OUTPUTS,
     SECOND_BACKWARD,
     Launch,
     Leaves,
+    Opaque,
     RecordedPass,
-    reached,
 )
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.opaque import Opaque
-from everygpu.parallel.cuda_graphs.record_backward import go_backward
+from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.parallel.cuda_graphs.recordable import (
     check_graph,
     find_unsupported_tensor,
     find_watched,
     seal_outputs,
 )
-from everygpu.parallel.cuda_graphs.recorder import Capture
-from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
+from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -44,6 +44,7 @@ from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.sharded.hooks import ALIAS, mark
 from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
 
@@ -59,7 +60,7 @@ class _Prepared:
     """Where the first device's leaves were made: other forwards may move the module's parameters elsewhere."""
 
 
-class RecordedForward:
+class RecordedForward(Recordable[PerReplica]):
     """Records a model's forward after a few of a kind, with its backward, and launches both from then on.
 
     Outputs and gradients are copied out of the recording's memory, so that users can keep them. Until a launch's
@@ -152,6 +153,7 @@ class RecordedForward:
             if not x.requires_grad or x.is_leaf:  # a leaf is the user's own, and no recording returns one
                 return x
             y = x.view_as(x)
+            mark(y.grad_fn, ALIAS)
             y.register_hook(lambda _: note(i))  # type: ignore[no-untyped-call]
             return y
 
@@ -227,13 +229,10 @@ class RecordedForward:
             sums=prepared.sums,
             sync=self.sync,
             backward=backward,
-            reached=reached(grads),
+            reached=_reached(grads),
             watched=watched,
             proof=proof,
         )
-
-    def try_otherwise(self) -> bool:
-        return False
 
     def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
@@ -298,10 +297,65 @@ class RecordedForward:
         """Record the backward from some outputs in the memory of the forward's graph."""
         backward, leaves, sums = graph.next(), prepared.leaves, prepared.sums
         try:
-            grads = backward.record(lambda: go_backward(outputs, seeds, leaves, sums, self._devices))
+            grads = backward.record(lambda: _go_backward(outputs, seeds, leaves, sums, self._devices))
         finally:
             graph.has_replaced_generators |= backward.has_replaced_generators
         for total in sums:
             total.write_tables()
             total.forget()
         return backward, grads
+
+
+def _go_backward(
+    outputs: list[Tensor],
+    seeds: Sequence[Tensor],
+    leaves: Leaves,
+    sums: Sequence[GradReducer],
+    devices: Sequence[torch.device],
+) -> list[list[Grads]]:
+    """Go backward and add the gradients up; called by what records it.
+
+    Args:
+        outputs: Where backward begins.
+        seeds: Their gradients.
+        leaves: What gradients are taken of.
+        sums: What adds them up, for each bundle.
+        devices: One per replica.
+    Returns:
+        The gradients, for each bundle and device.
+    """
+    events = ReadyEvents(devices)
+    with events.watching(leaves, _on_gradient):
+        grads = _find_grads(outputs, seeds, leaves)
+    for b, (total, row) in enumerate(zip(sums, grads)):
+        for replica in total.take(row):
+            events.forget(b, replica)
+    events.run_beside({b: total.run for b, total in enumerate(sums)})
+    return grads
+
+
+def _on_gradient(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    return t.register_hook(lambda _: note(t))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
+    """Return the gradients of a recording's leaves, for each bundle and device.
+
+    Args:
+        outputs: Of all replicas, as recorded.
+        seeds: Their gradients.
+        leaves: Of the recording.
+    Raises:
+        CaptureError: a gradient is sparse.
+    """
+    flat = [t for row in leaves for tensors in row for t in tensors]
+    each = iter(torch.autograd.grad(outputs, flat, seeds, allow_unused=True))
+    grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
+    if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
+        raise CaptureError("DataParallel: gradients must be dense, got a sparse one. Pass engine='threads'.")
+    return grads
+
+
+def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
+    """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
+    return [any(g is not None for g in column) for row in grads for column in zip(*row)]

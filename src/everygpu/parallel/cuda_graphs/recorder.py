@@ -1,9 +1,10 @@
 """When a step is recorded as a CUDA graph, and when the recording may be launched in its place."""
 
 import logging
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
-from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, is_same_state
+from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
@@ -29,40 +30,49 @@ LONG = 100
 logger = logging.getLogger("everygpu")
 
 Result = TypeVar("Result")
-Made = TypeVar("Made", covariant=True)
 
 
-class Recordable(Protocol[Made]):
+class Recordable(ABC, Generic[Result]):
     """A step that ``Capture`` can record: what is done with one batch."""
 
+    @abstractmethod
     def roots(self) -> list[nn.Module]:
         """List the roots of the modules that take part now."""
 
+    @abstractmethod
     def state(self) -> Hashable:
         """Return what a recording depends on besides the batch, the modules and torch's settings."""
 
+    @abstractmethod
     def unsupported_reason(self) -> str | None:
         """Say why the step is better not recorded."""
 
     def may_record(self, batch: Batch) -> bool:
         """Tell whether a kind of batch that is due is to be recorded now, rather than later."""
+        return True
 
+    @abstractmethod
     def prepare(self) -> Any:
         """Prepare for a recording; what is returned goes to ``record``."""
 
+    @abstractmethod
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Any) -> Any:
         """Have the graph record the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
         """After a failure, switch to another way of recording; False when none is left."""
+        return False
 
+    @abstractmethod
     def give_up(self, reason: str) -> None:
         """Release what recordings need: steps run eagerly from now on, for a reason."""
 
+    @abstractmethod
     def begin(self, recorded: Any) -> bool:
         """Prepare for a launch; False when this step has to run eagerly."""
 
-    def finish(self, recorded: Any) -> Made:
+    @abstractmethod
+    def finish(self, recorded: Any) -> Result:
         """Return the step's result after a launch."""
 
 
@@ -71,6 +81,8 @@ class _Recording:
     batch: StaticBatch
     graph: MultiGpuGraph
     recorded: Any
+    num_idle_draws: int = 0
+    """How often each step draws from the host's generator for nothing."""
 
 
 class Capture(Generic[Result]):
@@ -165,6 +177,7 @@ class Capture(Generic[Result]):
                 return None
             recording.batch.write(batch)
             recording.graph.replay()
+            draw_idly(recording.num_idle_draws)
         self._num_launches += 1
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
@@ -245,9 +258,27 @@ class Capture(Generic[Result]):
         while isinstance(found, str) and self._step.try_otherwise():
             generators.restore(before)
             found = self._attempt(held)
-        has_drawn = not all(map(is_same_state, before, generators.states()))
+        after = generators.states()
+        has_drawn = not all(map(is_same_state, before, after))
+        if has_drawn and not isinstance(found, str):
+            num = self._count_idle_draws(held, generators, before, after)
+            has_drawn = num is None
+            found = replace(found, num_idle_draws=num or 0)
         generators.restore(before)
         return found, has_drawn
+
+    def _count_idle_draws(
+        self, held: StaticBatch, generators: HostGenerators, before: Sequence[Any], after: Sequence[Any]
+    ) -> int | None:
+        """Record once more, only to look at what is drawn; None where any of it may decide something."""
+        generators.restore(before)
+        with IdleDraws() as draws:
+            found = self._attempt(held)
+        if isinstance(found, str) or draws.num is None:
+            return None
+        generators.restore(before)
+        draw_idly(draws.num)
+        return draws.num if all(map(is_same_state, after, generators.states())) else None
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""

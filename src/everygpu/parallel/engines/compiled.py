@@ -15,9 +15,9 @@ from torch import nn
 
 from everygpu.comm.streams import current_stream
 from everygpu.keys import compiled_original
-from everygpu.parallel.batch_norm.layer import SyncBatchNorm
+from everygpu.parallel.batch_norm import SyncBatchNorm
 from everygpu.parallel.compiler.compile_once import CompileOnce
-from everygpu.parallel.compiler.inductor_backend import backend_of, compiling_once, inductor
+from everygpu.parallel.compiler.inductor_backend import InductorBackend, backend_of, compiling_once
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
@@ -101,12 +101,12 @@ class CompiledReplicas(Engine):
 def _compiler_of(module: nn.Module) -> tuple[Compiler, CompileOnce]:
     options: dict[str, Any] = {}
     if compiled_original(module) is None:
-        once = CompileOnce(inductor())
+        once = CompileOnce(InductorBackend({}))
     else:
         context: Any = module.dynamo_ctx
         options = {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         found = backend_of(context)
-        once = CompileOnce(inductor() if found is None else compiling_once(found))
+        once = CompileOnce(InductorBackend({}) if found is None else compiling_once(found))
         if found is None:
             return context, once
     return lambda function: torch.compile(function, backend=once, **options), once

@@ -80,8 +80,8 @@ def weigh_shares(call: Call, weight: Weight | None, home: torch.device) -> None:
 
 def _at(home: torch.device, x: float | Tensor) -> Tensor:
     if isinstance(x, Tensor):
-        return comm.copy(x.to(torch.float32), home)
-    return torch.full((), x, dtype=torch.float32, device=home)
+        return comm.copy(x.to(torch.float64), home)
+    return torch.full((), x, dtype=torch.float64, device=home)
 
 
 def _count_labels(kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -7,32 +7,70 @@ backward. Operations with a rule run on the parts; all others run on the joined 
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from everygpu.parallel.compiler.eval_frame import not_compiled
-from everygpu.parallel.sharded.dispatch import Args, Dispatch, Kwargs
+from everygpu.parallel.sharded.dispatch import Args, Declined, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
     NOTHING,
-    JoinedValues,
-    Memory,
     ShardLayout,
     concatenate,
     inference_mode,
     joined_strides,
     layout_of,
-    materialize,
     move,
     same_rows,
     split,
-    with_zeros,
 )
-from everygpu.parallel.transforms import check_tangents
-from everygpu.torch_private.modes import is_tracing, without_torch_function
+from everygpu.torch_private.modes import is_tracing, without_dispatch_modes, without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
+
+
+class Memory:
+    """State that a batch shares with its views, as plain tensors share a storage."""
+
+    __slots__ = ("is_joined", "is_viewed")
+
+    def __init__(self) -> None:
+        self.is_joined = False
+        """The joined tensor was written, or returned as memory to write: it is current from now on, not the parts."""
+        self.is_viewed = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class JoinedValues:
+    """The joined values of a batch, made at their first use.
+
+    A separate object, as a view's joined values hold on to its base's: autograd may keep the view in the base's own
+    graph, and a reference from view to base would then keep both alive.
+    """
+
+    layout: ShardLayout
+    is_inference: bool
+    make: Callable[[], Tensor]
+    is_view: bool = False
+    tensor: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """Return the joined values, the same memory every time."""
+        with self.layout.lock:
+            if self.tensor is None:
+                with (
+                    # A mode's tensors, such as fake ones, must not outlive it in the batch.
+                    without_dispatch_modes() if is_tracing() else NOTHING,
+                    without_torch_function(),
+                    inference_mode(self.is_inference),
+                    torch.no_grad(),
+                    self.layout.on_streams(),
+                    self.layout.on_home_stream(),
+                ):
+                    self.tensor = self.make()
+            return self.tensor
 
 
 class ShardedBatch(Tensor):
@@ -60,7 +98,8 @@ class ShardedBatch(Tensor):
             or of a shape such as (1,). By its rows, or what ``DataParallel``'s ``weight`` says. None otherwise.
     Raises:
         LossError: one loss per replica, which is not one number, is asked for ``backward()``, ``item()`` or the like.
-        GatherError: ``data`` is set to a tensor of another shape, dtype or device.
+        GatherError: the batch is reshaped in place, as by ``unsqueeze_()``, or its ``data`` is set.
+        CallError: in backward, when a hook on this output would miss gradients that reach it inside the replicas.
     Source:
         ``torch.distributed.tensor.DTensor`` with ``Shard(dim)``, which needs one process per device, equal code in
         all of them, and an error for operations without a rule.
@@ -98,9 +137,12 @@ class ShardedBatch(Tensor):
         """Return the joined tensor as another class; torch calls no ``__torch_function__`` here."""
         return join(self).as_subclass(cls)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        """Print the joined values; torch's errors do so without a call of ``__torch_function__``."""
-        return self.__torch_function__(Tensor.__repr__, (), (self,), {"tensor_contents": tensor_contents})
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with without_torch_function():
+            text = str(Tensor.__repr__(joined_values(self).detach(), tensor_contents=tensor_contents))  # type: ignore[call-arg, no-untyped-call]
+            if self.grad_fn is not None:
+                return f"{text[:-1]}, grad_fn=<{self.grad_fn.name()}>)"
+            return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
 
     @classmethod
     @not_compiled
@@ -114,10 +156,12 @@ class ShardedBatch(Tensor):
         cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         # A trace that doesn't know the batch doesn't know its parts either: what is made of them would be a constant.
-        rule = None if is_tracing() else cls._dispatch.rules.get(func)
+        rule = None if is_tracing() else cls._dispatch.rules[func]
         with without_torch_function(), _streams_of(args):
-            result = NotImplemented if rule is None else rule(func, args, kwargs or {})
-            return cls._dispatch.run_joined(func, args, kwargs or {}) if result is NotImplemented else result
+            if rule is not None:
+                with suppress(Declined):
+                    return rule(func, args, kwargs or {})
+            return cls._dispatch.run_joined(func, args, kwargs or {})
 
 
 def _streams_of(args: Args) -> AbstractContextManager[object]:
@@ -152,21 +196,26 @@ def has_shards(x: ShardedBatch) -> bool:
     return not x._memory.is_joined
 
 
-def was_joined(x: ShardedBatch) -> bool:
-    return x._kept is not None and x._kept.tensor is not None
-
-
 def has_parts(x: ShardedBatch) -> bool:
     """Tell whether ``parts_of`` can return parts that keep the layout."""
-    return x._layout.weights is not None or has_shards(x)
+    return x._layout.weights is not None or not x._memory.is_joined
 
 
 def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
     """Return the parts without a graph; results per replica also from the joined tensor, to keep their weights."""
-    if has_shards(x):
+    if not x._memory.is_joined:
         return x._parts
     cuts = split(joined_values(x), x._layout, x.shard_dim)
     return tuple(move(part, d) for part, d in zip(cuts, x._layout.devices))
+
+
+def joined_values(x: ShardedBatch) -> Tensor:
+    """Return the joined values without a graph, the same memory every time."""
+    return x._joined.get()
+
+
+def was_joined(x: ShardedBatch) -> bool:
+    return x._kept is not None and x._kept.tensor is not None
 
 
 def join(x: ShardedBatch) -> Tensor:
@@ -183,8 +232,6 @@ def shards_of(x: Tensor, layout: ShardLayout, dim: int) -> tuple[Tensor, ...]:
     if isinstance(x, ShardedBatch) and has_shards(x) and x.shard_dim == dim and same_rows(x._layout, layout):
         return tuple(_Split.apply(x))  # type: ignore[no-untyped-call]
     joined = join(x) if isinstance(x, ShardedBatch) else x
-    if not joined.ndim:
-        return (joined,)  # resized to one number in place
     return tuple(move(part, d) for part, d in zip(split(joined, layout, dim), layout.devices))
 
 
@@ -196,7 +243,7 @@ def wrap(parts: Sequence[Tensor], layout: ShardLayout, dim: int) -> ShardedBatch
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
     is_inference = torch.is_inference_mode_enabled()
-    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference, Memory())
+    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference, Memory(), None)
 
 
 def wrap_view(
@@ -219,11 +266,10 @@ def wrap_view(
     """
     base._memory.is_viewed = True
     joined, (shape, strides, offset) = base._joined, place
-    offset += int(base.storage_offset())
-    batch = _new(shape, strides, offset, parts, layout, dim, joined.is_inference, base._memory)
     make: Callable[[], Tensor] = lambda: view(joined.get())  # noqa: E731
-    batch._kept = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
-    return batch
+    kept = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
+    offset += int(base.storage_offset())
+    return _new(shape, strides, offset, parts, layout, dim, joined.is_inference, base._memory, kept)
 
 
 def _new(
@@ -235,6 +281,7 @@ def _new(
     dim: int,
     is_inference: bool,
     memory: Memory,
+    kept: JoinedValues | None,
 ) -> ShardedBatch:
     with inference_mode(is_inference):
         batch: ShardedBatch = make_wrapper_subclass(
@@ -243,14 +290,10 @@ def _new(
     # C++ code that takes a pointer must fail rather than read from nowhere.
     throw_on_data_ptr(batch)
     # At once: each attribute that is set on its own takes 0.2 us.
-    batch.__dict__.update(shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory)
-    batch.__dict__.update(_kept=None, _reused_versions=None)
+    batch.__dict__.update(
+        shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory, _kept=kept, _reused_versions=None
+    )
     return batch
-
-
-def joined_values(x: ShardedBatch) -> Tensor:
-    """Return the joined values, the same memory every time."""
-    return x._joined.get()
 
 
 class Join(torch.autograd.Function):
@@ -260,14 +303,7 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, layout: ShardLayout, dim: int, *shards: Tensor) -> ShardedBatch:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.dim = layout, dim
-        ctx.like = [(s.shape, s.dtype) for s in shards]
-        return wrap([materialize(s.detach()) for s in shards], layout, dim)
-
-    @staticmethod
-    def jvp(ctx: Any, _layout: None, _dim: None, *tangents: Tensor | None) -> Tensor:
-        check_tangents(tangents)
-        full = with_zeros(tangents, ctx.like, ctx.layout)
-        return wrap([materialize(t.detach()) for t in full], ctx.layout, ctx.dim)
+        return wrap([_materialize(s.detach()) for s in shards], layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -284,16 +320,19 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, x: ShardedBatch) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.dim = x._layout, x.shard_dim
-        ctx.like = [(p.shape, p.dtype) for p in x._parts]
+        ctx.like = [(p.shape, p.dtype, p.device) for p in x._parts]
         return tuple(p.detach() for p in x._parts)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, ...]:
-        return shards_of(tangent, ctx.layout, ctx.dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(g is None for g in grads):
             return None
-        full = with_zeros(grads, ctx.like, ctx.layout)
+        full = [torch.zeros(s, dtype=t, device=d) if g is None else g for g, (s, t, d) in zip(grads, ctx.like)]
         return Join.apply(ctx.layout, ctx.dim, *full)  # type: ignore[no-untyped-call]
+
+
+def _materialize(x: Tensor) -> Tensor:
+    """Allocate zeros without storage and resolve lazy conjugation, which ``__torch_dispatch__`` comes too late for."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()

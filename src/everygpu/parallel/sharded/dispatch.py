@@ -1,4 +1,4 @@
-"""Rules of a tensor class: torch's operations by name, and the table from each to its rule."""
+"""Torch's operations by name, the table of rules, and arguments by name."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,11 @@ import torch
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Any, Args, Kwargs], Any]
-"""From an operation and its arguments to the result, or NotImplemented to run on the joined tensor instead."""
+"""From an operation and its arguments to the result; it raises ``Declined`` to run on the joined tensor instead."""
+
+
+class Declined(Exception):  # noqa: N818 - no error
+    """An operation has to run on the joined tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +23,32 @@ class Dispatch:
 
     function_for: Callable[[Any], Rule]
     """From a torch function to the one that is called in its place."""
-    rules: Mapping[Any, Rule]
-    """Operations that run on the parts."""
+    rules: Mapping[Any, Rule | None]
+    """Operations that run on the parts; None for all others."""
     run_joined: Rule
-    """Runs all other operations, and those whose rule returns NotImplemented."""
+    """Runs operations without a rule, and those whose rule declines."""
+
+
+class RuleTable(dict[Any, "Rule | None"]):
+    """Rules by operation; one that isn't named gets its rule from its tags when it is first asked for."""
+
+    def __init__(self, rules: Mapping[Any, Rule], *, pointwise: Rule, in_place: Rule) -> None:
+        super().__init__(rules)
+        self._pointwise, self._in_place = pointwise, in_place
+
+    def __missing__(self, func: Any) -> Rule | None:
+        self[func] = rule = self._by_tags(func)
+        return rule
+
+    def _by_tags(self, func: Any) -> Rule | None:
+        tags = getattr(func, "tags", ())
+        # Random numbers are drawn for the whole, in its order.
+        if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or func.is_view:
+            return None
+        written = [place for place, _ in written_arguments(func)]
+        if written not in ([], [0]) or any(str(r.type) != "Tensor" for r in func._schema.returns):
+            return None
+        return self._in_place if written else self._pointwise
 
 
 def rules_for(*families: tuple[Rule, str]) -> dict[Any, Rule]:
@@ -43,17 +69,24 @@ def operations(names: str) -> Iterator[Any]:
 
 def _works_on_tensors(operation: Any) -> bool:
     """Tell overloads for tensors, which write nothing or, if named so, their first argument, from all others."""
-    arguments = operation._schema.arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [place for place, _ in written_arguments(operation)]
     writes = operation.overloadpacket.__name__.endswith("_")
-    return any("Tensor" in str(a.type) for a in arguments) and written == ([0] if writes else [])
+    return any("Tensor" in str(a.type) for a in operation._schema.arguments) and written == ([0] if writes else [])
 
 
 @functools.cache
-def argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(a.name for a in func._schema.arguments)
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments) if hasattr(func, "_schema") else ()
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def _defaults(func: Any) -> Kwargs:
+    return {a.name: a.default_value for a in func._schema.arguments}
 
 
 def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return an operation's arguments by name."""
-    return {**dict(zip(argument_names(func), args)), **kwargs}
+    """Return an operation's arguments by name, defaults too."""
+    defaults = _defaults(func)
+    return {**defaults, **dict(zip(defaults, args)), **kwargs}

@@ -1,7 +1,13 @@
-"""Functions of a ``ShardedBatch`` that never reach ``__torch_dispatch__``: memory, printing, copies, the mean."""
+"""Functions of a ``ShardedBatch`` that don't reach ``__torch_dispatch__``, or mustn't: memory, copies, hooks, the mean.
+
+torch's own gradient of a mean begins as one tensor of the joined shape, and doesn't know of rows behind results. Sums
+and means over the rows are functions of their own, whose gradients stay on the devices.
+"""
 
 import copy
 import inspect
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everygpu.errors import GatherError, LossError
-from everygpu.parallel.sharded.batch import ShardedBatch, join, joined_values
+from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, joined_values, parts_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
-from everygpu.parallel.sharded.layout import JoinedValues, Memory
-from everygpu.parallel.sharded.row_reductions import ROW_REDUCTIONS
+from everygpu.parallel.sharded.hooks import register_hook, retain_grad
+from everygpu.parallel.sharded.layout import DeviceWeights, move, move_to_each
+from everygpu.parallel.sharded.rules import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.compiler import is_scripted
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.modes import is_tracing, without_torch_function
 from everygpu.torch_private.pytree import tree_map_only
-from everygpu.torch_private.tensors import swap_tensors
 
 
 def function_for(func: Any) -> Rule:
@@ -48,66 +54,45 @@ def _on_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return next((a for a, j in zip(args, joined) if result is j), result)
 
 
-def _on_memory(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function that returns the memory itself, whatever modes are entered."""
-    args[0]._memory.is_joined = True
-    return func(joined_values(args[0]), *args[1:], **kwargs)
-
-
 def _on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a function that only reads the values."""
     return func(joined_values(args[0]), *args[1:], **kwargs)
 
 
-def _formatted(func: Any, args: Args, kwargs: Kwargs) -> str:
-    if func is Tensor.__format__ and args[1]:
-        _refuse_one_each(args[0], "format", f'f"{{{{{{}}:{args[1]}}}}}"')
-    with without_torch_function():
-        return str(func(_JoinedValues.apply(args[0]), *args[1:], **kwargs))  # type: ignore[no-untyped-call]
+def _with_lost_argument(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function with an argument that torch doesn't hand over; the frame of torch's own function has it."""
+    frame, name = inspect.currentframe(), _LOST_ARGUMENTS[func]
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    lost = None if frame is None else frame.f_locals.get(name)
+    if lost is None:
+        return _composed_loss(func, args, kwargs) if func is F.l1_loss else _call(func, args, kwargs)
+    return _call(func, args, {**kwargs, name: lost})
 
 
-class _JoinedValues(torch.autograd.Function):
-    """The joined values, connected to the graph, for reading only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: ShardedBatch) -> Tensor:
-        return joined_values(x).detach()
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return joined_values(tangent) if isinstance(tangent, ShardedBatch) else tangent
+_LOST_ARGUMENTS: dict[Any, str] = {F.l1_loss: "weight", torch.chain_matmul: "out"}
 
 
 def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     x, memo = args
-    if id(x) in memo:
-        known: Tensor = memo[id(x)]
-        return known
-    with without_torch_function():
-        if not x.is_leaf:
-            copied = copy.deepcopy(join(x), memo)  # torch's error
-        else:
-            copied = x.detach().clone().requires_grad_(x.requires_grad)
+    if id(x) not in memo:
+        with without_torch_function():
+            if not x.is_leaf:
+                return copy.deepcopy(join(x), memo)  # torch's error
+            memo[id(x)] = copied = x.detach().clone().requires_grad_(x.requires_grad)
             copied.grad = copy.deepcopy(x.grad, memo)
-    memo[id(x)] = copied
-    return copied
+    found: Tensor = memo[id(x)]
+    return found
 
 
 def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """``x.data = values``."""
     x, value = args
-    if not isinstance(x, ShardedBatch):
-        func(x, join(value))
-    elif value.shape != x.shape or value.dtype != x.dtype or value.device != x.device:
-        raise GatherError(
-            f"ShardedBatch: data set must have shape {tuple(x.shape)}, dtype {x.dtype} and device {x.device}, "
-            f"got {tuple(value.shape)}, {value.dtype} and {value.device}. Call everygpu.gather(x) first."
-        )
-    else:
-        x._memory = Memory()
-        x._memory.is_joined = True
-        joined = (join(value) if isinstance(value, ShardedBatch) else value).detach()
-        x._kept = JoinedValues(layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined)
+    if isinstance(x, ShardedBatch):
+        raise GatherError("data: can't be set where rows are on several devices. Call everygpu.gather(out) first.")
+    func(x, join(value))
+
+
+# One result per replica.
 
 
 def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -125,81 +110,166 @@ def _as_number(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _call(func, args, kwargs)
 
 
+def _formatted(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if args[1]:
+        _refuse_one_each(args[0], "format", f'f"{{{{{{}}:{args[1]}}}}}"')
+    return _call(func, args, kwargs)
+
+
 def _refuse_one_each(x: ShardedBatch, name: str, call: str) -> None:
     if x.shard_rows is not None and x.numel() != 1:
         raise LossError(
             f"{name}: the loss must be one number, got one entry from each of {x.numel()} replicas. Call "
-            f"{call.format('loss.mean()')}, which weighs them by rows and so is the loss of the whole batch, or "
-            f"{call.format('loss.sum()')} if the loss is a sum over rows."
+            f"{call.format('loss.mean()')} if it is a mean: over rows, over labels that aren't -100, or over what "
+            f"DataParallel(weight=...) counts; {call.format('loss.sum()')} if it is a sum."
         )
 
 
-def _reshaped_in_place(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """``t_`` and others: the batch becomes a view of the tensor that it was, which earlier views are of, too.
+def _unweighted(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Means that don't weigh."""
+    x = args[0] if args else kwargs["input"]
+    if isinstance(x, ShardedBatch):
+        _refuse_one_each(x, func.__name__, "{}")
+    return _call(func, args, kwargs)
 
-    torch's own in-place operations give earlier views wrong gradients: it replays them on a batch of the new shape.
 
-    Source:
-        ``torch.utils.swap_tensors``, which refuses tensors that have views.
-    """
-    x: Tensor = args[0]
+# Sums and means over the rows.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReductionPlan:
+    """One sum: ``factors[i]`` times the sum of part i, added up."""
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    dtype: torch.dtype
+    factors: tuple[float | Tensor, ...]
+    """Tensors on the parts' devices where only these know them."""
+
+
+def _reduce_rows(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``sum`` and ``mean``; the mean of results per replica weighs each by its replica's rows."""
     with without_torch_function():
-        is_fixed = x.requires_grad and (x.is_leaf or x.retains_grad or not torch.is_grad_enabled())
-        if is_fixed or are_transforms_active():
-            torch_result: Tensor = func(*args, **kwargs)
-            return torch_result
-        view = getattr(Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
-        x.__class__, view.__class__ = view.__class__, x.__class__
-        was = dict(x.__dict__)
-        if not isinstance(x, ShardedBatch):  # plain now: its parts are the batch's that it is a view of
-            for name in ShardedBatch.__annotations__:
-                x.__dict__.pop(name, None)
-        x.__dict__.update(view.__dict__)  # attributes that were set on it stay
-        view.__dict__.update(was)
-        swap_tensors(x, view)
-    return x
+        x, out, plan = _plan(args, kwargs, is_mean=func in (torch.mean, Tensor.mean))
+        if plan is None:
+            return func(*args, **kwargs)
+        result = _RowReduction.apply(x, plan)  # type: ignore[no-untyped-call]
+        return result if out is None else torch.mul(result, 1, out=out)
 
 
-def _with_all_arguments(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function with an argument that torch doesn't hand over; the frame of torch's own function has it."""
-    frame, name = inspect.currentframe(), _LOST_ARGUMENTS[func]
-    while frame is not None and frame.f_code is not func.__code__:
-        frame = frame.f_back
-    lost = {name: frame.f_locals[name]} if frame is not None and name in frame.f_locals else {}
-    return ROW_REDUCTIONS.get(func, _call)(func, args, {**kwargs, **lost})
+_ARGUMENTS = ("input", "dim", "keepdim")
+_OTHER_NAMES = {"self": "input", "axis": "dim", "keepdims": "keepdim"}
 
 
-_LOST_ARGUMENTS: dict[Any, str] = {
-    F.l1_loss: "weight",
-    torch.chain_matmul: "out",
-    Tensor.dim_order: "ambiguity_check",
-}
+def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | None, _ReductionPlan | None]:
+    """Plan a sum or mean over the rows of the tensor that it returns; None for mistakes and where torch serves."""
+    call = {**dict(zip(_ARGUMENTS, args)), **{_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}}
+    x, dim, keepdim, dtype, out = (call.pop(name, None) for name in (*_ARGUMENTS, "dtype", "out"))
+    asked = dim if isinstance(dim, (tuple, list)) else [dim or 0]
+    is_usual = len(args) <= 3 and not call and all(type(d) is int for d in asked)
+    if not is_usual or not isinstance(x, ShardedBatch) or are_transforms_active():
+        return x, out, None
+    dims, layout, dtype = tuple(dims_of(dim, x.ndim)), x._layout, dtype or x.dtype
+    count = math.prod(x.shape[d] for d in dims)
+    if x.shard_dim not in dims or not count or not (dtype.is_floating_point or dtype.is_complex):
+        return x, out, None
+    factors: tuple[float | Tensor, ...] = (1 / count if is_mean else 1.0,) * len(layout.sizes)
+    if is_mean and isinstance(layout.weights, DeviceWeights):
+        with layout.on_streams():
+            shares = layout.weights.shares(layout.sizes) * (layout.num_rows / count)
+            factors = tuple(map(move, shares.unbind(), layout.devices))
+    elif is_mean and sum(layout.weights or ()) > 0:
+        factors = tuple(share * layout.num_rows / count for share in layout.shares)
+    # torch's own: make_fx's mode would take a gradient made of parts for a constant.
+    elif out is not None or is_tracing() or not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
+        return x, out, None
+    return x, out, _ReductionPlan(dims=dims, keepdim=bool(keepdim), dtype=dtype, factors=factors)
+
+
+class _RowReduction(torch.autograd.Function):
+    """A sum or mean over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedBatch, plan: _ReductionPlan) -> Tensor:
+        ctx.plan, ctx.layout, ctx.dim, ctx.dtype = plan, x._layout, x.shard_dim, x.dtype
+        ctx.shapes = [p.shape for p in x._parts]
+        wide = torch.float32 if plan.dtype in HALF else plan.dtype
+        with x._layout.on_streams():
+            # The result of a replica without rows has weight 0, and is left out even if it is nan.
+            sums = [
+                _times(part.sum(plan.dims, plan.keepdim, dtype=wide), factor)
+                for part, factor in zip(parts_of(x), plan.factors)
+                if isinstance(factor, Tensor) or factor
+            ]
+            return sum_parts(sums, x._layout).to(plan.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        plan = ctx.plan
+        grad = join(grad) if isinstance(grad, ShardedBatch) else grad
+        for d in () if plan.keepdim else sorted(plan.dims):
+            grad = grad.unsqueeze(d)
+        with ctx.layout.on_streams():
+            grads = zip(move_to_each(grad, ctx.layout.devices), plan.factors, ctx.shapes)
+            parts = [(g * factor).to(ctx.dtype).expand(shape) for g, factor, shape in grads]
+            return Join.apply(ctx.layout, ctx.dim, *parts), None  # type: ignore[no-untyped-call]
+
+
+def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    if isinstance(factor, Tensor):
+        return torch.where(factor == 0, 0, x) * factor
+    return x if factor == 1 else x * factor
+
+
+def _composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Losses that torch composes of other operations: compute them per element, then take the mean or sum here."""
+    reduction = kwargs.get("reduction", "mean")
+    is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+    # kl_div's "mean" goes to torch, which warns of it.
+    if is_old or reduction not in (("batchmean", "sum") if func is F.kl_div else ("mean", "sum")):
+        return _call(func, args, kwargs)
+    with without_torch_function():
+        losses = func(*args, **{**kwargs, "reduction": "none"})
+        result = _reduce_rows(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
+        return result / losses.shape[0] if reduction == "batchmean" else result
 
 
 def _members(names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
 
 
+def _functions(names: str) -> list[Any]:
+    return [getattr(F, name) for name in names.split() if hasattr(F, name)]
+
+
 FUNCTIONS: dict[Any, Rule] = {
     **dict.fromkeys(
-        _members("numpy __array__ __dlpack__ share_memory_ apply_ map_ map2_ __reduce_ex__"),
+        _members(
+            "numpy __array__ __dlpack__ share_memory_ apply_ map_ map2_ __reduce_ex__ data_ptr const_data_ptr "
+            "mutable_data_ptr untyped_storage storage _typed_storage is_shared"
+        ),
         _on_joined,
     ),
-    **dict.fromkeys(
-        _members("data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage is_shared"),
-        _on_memory,
-    ),
+    **dict.fromkeys((torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile), _on_joined),
     torch.linalg.matrix_rank: _on_joined,  # as for any subclass, torch doesn't write ``out``
     Tensor.__cuda_array_interface__.__get__: _on_joined,
-    **dict.fromkeys(_members("t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ as_strided_"), _reshaped_in_place),
     Tensor.tolist: _on_values,
-    Tensor.__repr__: _formatted,
     Tensor.__format__: _formatted,
     Tensor.__deepcopy__: _deepcopied,
     Tensor.backward: _backward,
+    Tensor.register_hook: register_hook,
+    Tensor.retain_grad: retain_grad,
     **dict.fromkeys(_members("item __float__ __int__"), _as_number),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    **ROW_REDUCTIONS,
-    **dict.fromkeys(_LOST_ARGUMENTS, _with_all_arguments),
+    **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), _reduce_rows),
+    **dict.fromkeys((torch.nanmean, Tensor.nanmean, torch.var_mean, torch.std_mean), _unweighted),
+    **dict.fromkeys(
+        _functions(
+            "kl_div poisson_nll_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss "
+            "triplet_margin_loss gaussian_nll_loss multilabel_soft_margin_loss"
+        ),
+        _composed_loss,
+    ),
+    **dict.fromkeys(_LOST_ARGUMENTS, _with_lost_argument),
 }
 """Replacements of functions, by function."""

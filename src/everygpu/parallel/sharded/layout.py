@@ -1,10 +1,10 @@
-"""Where the rows of a batch are, and the joined values, which are made at their first use."""
+"""Where the rows of a batch are, and copies between there and the device of the joined tensor."""
 
 import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.torch_private.modes import is_tracing, without_dispatch_modes, without_torch_function
 
 NOTHING = nullcontext()
 """A context that may be entered again and again: making one takes as long as a small operation."""
@@ -89,6 +88,19 @@ class ShardLayout:
             stack.enter_context(torch.cuda.stream(stream))
         return stack
 
+    @contextmanager
+    def on_home_stream(self) -> Iterator[None]:
+        """Allocate on the home device's stream of the forward, which later uses are ordered after."""
+        stream = self.home_stream
+        current = None if stream is None else torch.cuda.current_stream(stream.device)
+        if stream is None or current is None or current == stream:
+            yield
+            return
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
 
 def layout_of(
     home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[float] | None
@@ -110,71 +122,9 @@ def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
     return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
 
 
-def materialize(x: Tensor) -> Tensor:
-    """Allocate zeros without storage and resolve lazy conjugation, which ``__torch_dispatch__`` comes too late for."""
-    if x._is_zerotensor():
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return x.resolve_conj().resolve_neg()
-
-
-class Memory:
-    """State that a batch shares with its views, as plain tensors share a storage."""
-
-    __slots__ = ("is_joined", "is_viewed")
-
-    def __init__(self) -> None:
-        self.is_joined = False
-        """The joined tensor was written, or returned as memory to write: it is current from now on, not the parts."""
-        self.is_viewed = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class JoinedValues:
-    """The joined values of a batch, made at their first use.
-
-    A separate object, as a view's joined values hold on to its base's: autograd may keep the view in the base's own
-    graph, and a reference from view to base would then keep both alive.
-    """
-
-    layout: ShardLayout
-    is_inference: bool
-    make: Callable[[], Tensor]
-    is_view: bool = False
-    tensor: Tensor | None = None
-
-    def get(self) -> Tensor:
-        """Return the joined values, the same memory every time."""
-        with self.layout.lock:
-            if self.tensor is None:
-                with (
-                    # A mode's tensors, such as fake ones, must not outlive it in the batch.
-                    without_dispatch_modes() if is_tracing() else nullcontext(),
-                    without_torch_function(),
-                    inference_mode(self.is_inference),
-                    torch.no_grad(),
-                    self.layout.on_streams(),
-                    _on_home_stream(self.layout.home_stream),
-                ):
-                    self.tensor = self.make()
-            return self.tensor
-
-
 def inference_mode(on: bool) -> AbstractContextManager[object]:
     """Switch inference mode on or off, if it is not so already."""
     return NOTHING if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
-
-
-@contextmanager
-def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Allocate on the stream of the forward, which later uses are ordered after."""
-    if stream is None or torch.cuda.current_stream(stream.device) == stream:
-        yield
-        return
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
 
 
 def concatenate(
@@ -228,9 +178,3 @@ def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
         seed = seed.narrow(d, 0, 1)
     copied = comm.copy_to_each(seed, devices)
     return [x if y is seed else y.expand(x.shape) if repeated else y for y in copied]
-
-
-def with_zeros(found: Sequence[Tensor | None], like: Sequence[Any], layout: ShardLayout) -> list[Tensor]:
-    """Return gradients or tangents of each part, zeros where there are none; ``like`` has the shapes and dtypes."""
-    places = zip(found, like, layout.devices)
-    return [torch.zeros(shape, dtype=dtype, device=d) if t is None else t for t, (shape, dtype), d in places]

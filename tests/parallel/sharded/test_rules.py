@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
-from everygpu.parallel.sharded.ops import RULES
-from everygpu.parallel.sharded.ops.pointwise import in_place, pointwise
+from everygpu.parallel.sharded.dispatch import operations
+from everygpu.parallel.sharded.rules import in_place, pointwise
 from tests.parallel.batches import Rows, assert_same_call, made, numbers, row_counts
 
 PROPERTY = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-OPERATIONS = sorted(RULES, key=str)
+RULES = ShardedBatch._dispatch.rules
+TAGGED = """
+abs acosh add.Tensor add.Scalar add_ addcdiv addcmul_ bitwise_and bitwise_xor_ clamp clamp_min_ copysign div div_
+eq.Scalar exp fmod.Tensor ge gelu_backward hypot isnan leaky_relu lerp logical_or logit maximum mul.Tensor mul_
+nan_to_num ne.Tensor neg_ pow.Tensor_Scalar pow.Scalar relu relu_ remainder round rsqrt sigmoid_backward softplus sqrt_
+sub.Tensor tanh_backward threshold_backward trunc xlogy
+"""
+OPERATIONS = sorted({*(op for op, rule in RULES.items() if rule is not None), *operations(TAGGED)}, key=str)
 C, T = 4, 3  # features besides the rows
 
 # Operands for each operation.
@@ -290,6 +297,18 @@ CALLS: dict[str, list[Any]] = {
     "split_with_sizes.default": [lambda n, d: (x_of(n, d), [1, 2], 2), lambda n, d: (x_of(n, d), [n], d)],
     "unbind.int": [lambda n, d, at=at: (x_of(n, d), at) for at in (0, 1, 2, -1)],
     "view.default": VIEWS,
+    "select_backward.default": [
+        lambda n, d: (Rows(numbers(n, C), 0), [n, T, C], 1, 2),
+        lambda n, d: (Rows(numbers(C, n), 1), [C, n, T], -1, 0),
+        lambda n, d: (Rows(numbers(C, n), 1), [T, C, n], 0, 0),
+        lambda n, d: (Rows(numbers(n, C), 0), [T, n, C], 0, -1),
+        lambda n, d: (Rows(numbers(n), 0), [2, n], 0, 0),
+    ],
+    "slice_backward.default": [
+        lambda n, d: (Rows(numbers(*shape_of(n, d)), d), [*shape_of(n, d)[:2], 5], 2, 1, 4, 1),
+        lambda n, d: (Rows(numbers(*shape_of(n, d)), d), [*shape_of(n, d)[:2], 6], -1, 1, 9, 2),
+        lambda n, d: (Rows(numbers(n, C), 0), [n + 1, C], 0, 1, n + 1, 1),
+    ],
     "_unsafe_view.default": VIEWS,
     "mse_loss.default": loss_args(),
     "smooth_l1_loss.default": loss_args(0.1),

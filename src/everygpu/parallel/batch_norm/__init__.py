@@ -1,1 +1,0 @@
-"""Batch normalisation over the rows of all replicas."""

@@ -1,0 +1,358 @@
+"""Rules for torch's operations on the parts of a ``ShardedBatch``, but for views and losses.
+
+A rule returns exactly what the operation returns on the joined tensor, or raises ``Declined``; then the operation runs
+on the joined tensor. Declining is always correct.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.parallel.sharded.batch import (
+    ShardedBatch,
+    has_parts,
+    has_shards,
+    joined_values,
+    parts_of,
+    was_joined,
+    wrap,
+)
+from everygpu.parallel.sharded.dispatch import Args, Declined, Kwargs, Rule, named, rules_for
+from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class ShardSpec(NamedTuple):
+    """How the batches of one call are laid out."""
+
+    layout: ShardLayout
+    from_right: int
+    """The rows' dimension, counted from the right as broadcasting does."""
+
+    def batch(self, parts: Sequence[Tensor]) -> ShardedBatch:
+        """Wrap results whose rows are on the operands' dimension."""
+        dim = parts[0].ndim - self.from_right
+        if dim < 0 or tuple([p.shape[dim] for p in parts]) != self.layout.sizes:
+            raise Declined
+        return wrap(parts, self.layout, dim)
+
+
+def spec_of(values: Iterable[Any]) -> ShardSpec:
+    """Return the layout that all batches among the values share."""
+    found: ShardSpec | None = None
+    for v in values:
+        if not isinstance(v, ShardedBatch) or not has_parts(v):
+            continue
+        layout, from_right = v._layout, v.ndim - v.shard_dim
+        if found is None:
+            found = ShardSpec(layout, from_right)
+        elif from_right != found.from_right or not same_rows(layout, found.layout):
+            raise Declined
+        elif layout.weights is not None and layout.weights != found.layout.weights:
+            if found.layout.weights is not None:
+                raise Declined
+            found = ShardSpec(layout, from_right)
+    if found is None:
+        raise Declined
+    return found
+
+
+# Operands, one for each part.
+
+
+def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any]:
+    """Split an operand into one per part as broadcasting pairs their rows."""
+    if isinstance(value, ShardedBatch) and has_parts(value):
+        return _parts_matching(value, spec)
+    if not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            raise Declined
+        return constant(value, spec.layout)
+    x = joined_values(value) if isinstance(value, ShardedBatch) else value
+    if x.ndim == 0 and x.device.type == "cpu":
+        return constant(x, spec.layout)
+    dim = x.ndim - spec.from_right
+    if dim < 0 or (x.shape[dim] == 1 != spec.layout.num_rows):
+        return replicate_operand(x, spec.layout)
+    return split_rows(x, dim, spec.layout)
+
+
+def shard_rows(value: Tensor, spec: ShardSpec) -> Sequence[Tensor]:
+    """Split an operand that has all rows, without broadcasting."""
+    if isinstance(value, ShardedBatch) and has_parts(value):
+        return _parts_matching(value, spec)
+    x = joined_values(value) if isinstance(value, ShardedBatch) else value
+    return split_rows(x, x.ndim - spec.from_right, spec.layout)
+
+
+def constant(value: Any, layout: ShardLayout) -> list[Any]:
+    """Repeat a value for every part."""
+    return [value] * len(layout.sizes)
+
+
+def replicate_operand(x: Tensor, layout: ShardLayout) -> list[Tensor]:
+    """Copy an operand whole to every part's device."""
+    plain = joined_values(x) if isinstance(x, ShardedBatch) else x
+    if not _is_movable(plain, layout):
+        raise Declined
+    return move_to_each(plain, layout.devices)
+
+
+def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor]:
+    """Split a plain tensor as the batch is split, if it has its rows, is dense and at home."""
+    if dim < 0 or not _is_movable(x, layout) or x.shape[dim] != layout.num_rows:
+        raise Declined
+    return [move(part, d) for part, d in zip(split(x, layout, dim), layout.devices)]
+
+
+def _parts_matching(x: ShardedBatch, spec: ShardSpec) -> Sequence[Tensor]:
+    if x.ndim - x.shard_dim != spec.from_right or not same_rows(x._layout, spec.layout):
+        raise Declined
+    return parts_of(x)
+
+
+def _is_movable(x: Tensor, layout: ShardLayout) -> bool:
+    return x.device == layout.home and x.layout == torch.strided
+
+
+def call_on_parts(func: Any, columns: Sequence[Sequence[Any]], kwargs: Kwargs) -> list[Any]:
+    """Call an operation once per part, with one entry of each column."""
+    try:
+        return [func(*operands, **kwargs) for operands in zip(*columns)]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError):
+        raise Declined from None  # The call on the joined tensor fails, too, with a message about its shape.
+
+
+# Results.
+
+
+def move_home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
+    """Copy results to the device of the batch."""
+    if all(p.device == layout.home for p in parts):
+        return list(parts)
+    return comm.copy_from_each(parts, layout.home)
+
+
+def sum_parts(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
+    """Sum results on the device of the batch, in their order, in float32 at least."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    found = move_home(parts, layout)
+    if dtype == wide and found[0].ndim <= 1:
+        return torch.stack(found).sum(0, dtype=dtype)
+    return functools.reduce(torch.add, [p.to(wide) for p in found]).to(dtype)
+
+
+def dims_of(dim: Any, ndim: int) -> list[int]:
+    """Return the dimensions that a ``dim`` argument names; all, if it is None or empty.
+
+    Raises:
+        IndexError: as torch raises it.
+    """
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return list(range(ndim))
+    dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    for d in dims:
+        if not -ndim <= d < ndim:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
+    return [d % ndim for d in dims]
+
+
+# Pointwise operations.
+
+
+def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Operations with broadcasting, of one result or several."""
+    spec = spec_of(args)
+    if kwargs and any(isinstance(v, Tensor) for v in kwargs.values()):
+        raise Declined
+    parts = call_on_parts(func, [shard_operand(a, spec) for a in args], kwargs)
+    if isinstance(parts[0], Tensor):
+        return spec.batch(parts)
+    # One that is empty on a device, as the buffer of ``log_sigmoid``, stays plain.
+    return tuple(move(c[0], spec.layout.home) if c[0].shape == (0,) else spec.batch(c) for c in zip(*parts))
+
+
+def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """In-place operations: replace the parts of a batch that has no views and was never joined."""
+    x, *others = args
+    if not isinstance(x, ShardedBatch) or x._memory.is_viewed or was_joined(x) or not has_shards(x):
+        raise Declined
+    spec = spec_of(args)
+    if kwargs and any(isinstance(v, Tensor) for v in kwargs.values()):
+        raise Declined
+    columns = [[p.clone() for p in x._parts], *(shard_operand(a, spec) for a in others)]
+    x._parts, x._kept = tuple(call_on_parts(func, columns, kwargs)), None
+    return x
+
+
+# Operations over dimensions.
+
+
+def over_other_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Operations along or over dimensions other than the rows': softmax, sort, gather, argmax, norms."""
+    spec, call = spec_of(args), named(func, args, kwargs)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    ndim, row = tensors[0].ndim, tensors[0].ndim - spec.from_right
+    if any(t.ndim != ndim for t in tensors):
+        raise Declined
+    dims = dims_of(call["dim"], ndim)
+    if row in dims:
+        raise Declined
+    columns = [shard_rows(a, spec) if isinstance(a, Tensor) else constant(a, spec.layout) for a in args]
+    if func in _VARIANCES and not all(p.numel() for p in columns[0]):
+        raise Declined  # torch warns that an empty part has no variance
+    parts = call_on_parts(func, columns, kwargs)
+    results = [parts] if isinstance(parts[0], Tensor) else zip(*parts)
+    found = [wrap(r, spec.layout, row - sum(d < row for d in dims) * (r[0].ndim < ndim)) for r in results]
+    return found[0] if isinstance(parts[0], Tensor) else tuple(found)
+
+
+_VARIANCES = (torch.ops.aten.var.correction, torch.ops.aten.std.correction)
+
+
+def sum_or_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``sum`` and ``mean``, over the rows too."""
+    x, call = args[0], named(func, args, kwargs)
+    spec, dims = spec_of(args), dims_of(call.get("dim"), x.ndim)
+    if x.shard_dim not in dims:
+        return over_other_dims(func, args, kwargs)
+    is_mean = func in (torch.ops.aten.mean.default, torch.ops.aten.mean.dim)
+    wanted = call["dtype"] or (x.dtype if is_mean or x.dtype.is_floating_point or x.is_complex() else torch.int64)
+    count = math.prod(x.shape[d] for d in dims)
+    if wanted == torch.complex32 or (is_mean and not (count and (wanted.is_floating_point or wanted.is_complex))):
+        raise Declined
+    wide = torch.float32 if wanted in HALF else wanted
+    sums = [torch.sum(p, dims, keepdim=call.get("keepdim", False), dtype=wide) for p in parts_of(x)]
+    result = sum_parts(sums, spec.layout)
+    return (result / count if is_mean else result).to(wanted)
+
+
+def extremum(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``max``, ``min``, ``any`` and ``all`` over everything, and ``amax`` and ``amin`` over the rows too."""
+    x, call = args[0], named(func, args, kwargs)
+    spec, dims = spec_of(args), dims_of(call.get("dim"), x.ndim)
+    if x.shard_dim not in dims:
+        return over_other_dims(func, args, kwargs)
+    filled = [p for p in parts_of(x) if p.numel()]
+    if not filled:
+        raise Declined
+    found = torch.stack(move_home([func(p, *args[1:], **kwargs) for p in filled], spec.layout))
+    return func(found, [0]) if "dim" in call else func(found)
+
+
+# Matrix products.
+
+
+def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``mm``, ``mv``: rows times a matrix, a matrix times columns, or a sum over the rows."""
+    a, b = args
+    a_dim, b_dim = _row_dim(a), _row_dim(b)
+    if a_dim == a.ndim - 1 or b_dim == 0:  # rows on the inner dimension of both: the gradient of a weight
+        spec = spec_of([b if b_dim == 0 else a])
+        columns = [shard_rows(a, spec._replace(from_right=1)), shard_rows(b, spec._replace(from_right=b.ndim))]
+        return sum_parts(call_on_parts(func, columns, {}), spec.layout)
+    if (a_dim is None) == (b_dim is None):
+        raise Declined
+    layout = (b if a_dim is None else a)._layout
+    columns = [replicate_operand(x, layout) if d is None else parts_of(x) for x, d in ((a, a_dim), (b, b_dim))]
+    return wrap(call_on_parts(func, columns, kwargs), layout, 1 if a_dim is None else 0)
+
+
+def _row_dim(x: Tensor) -> int | None:
+    return x.shard_dim if isinstance(x, ShardedBatch) and has_parts(x) else None
+
+
+def addmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``addmm``: rows times a matrix, plus a bias."""
+    bias, a, b = args
+    spec = spec_of([a])
+    if spec.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
+        raise Declined
+    columns = [shard_operand(bias, spec), parts_of(a), replicate_operand(b, spec.layout)]
+    return wrap(call_on_parts(func, columns, kwargs), spec.layout, 0)
+
+
+def bmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``bmm``, one product a row."""
+    spec = spec_of(args)
+    if spec.from_right != 3:
+        raise Declined
+    return wrap(call_on_parts(func, [shard_rows(a, spec) for a in args], kwargs), spec.layout, 0)
+
+
+# Several tensors in one.
+
+
+def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``cat`` and ``stack`` of batches along another dimension than the rows'; results per replica also along it."""
+    call = named(func, args, kwargs)
+    tensors, dim, is_new = call["tensors"], call["dim"], func == torch.ops.aten.stack.default
+    if not is_new and _are_results_along(dim, tensors):
+        return _in_a_row(tensors)
+    spec, ndim = spec_of(tensors), tensors[0].ndim
+    if any(t.ndim != ndim for t in tensors):
+        raise Declined
+    row, at = ndim - spec.from_right, dim % (ndim + is_new)
+    if at == row and not is_new:
+        raise Declined
+    parts = call_on_parts(lambda *shards: func(shards, dim), [shard_rows(t, spec) for t in tensors], {})
+    return wrap(parts, spec.layout, row + (is_new and at <= row))
+
+
+def _are_results_along(dim: int, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether all are results per replica, alike in all but the number of entries on one dimension."""
+    results = [t for t in tensors if isinstance(t, ShardedBatch) and t._layout.weights is not None]
+    kinds = {(t.dtype, t._layout.home, t.shard_dim, *t.select(t.shard_dim, 0).shape) for t in results}
+    return len(results) == len(tensors) and len(kinds) == 1 and dim % results[0].ndim == results[0].shard_dim
+
+
+def _in_a_row(batches: Sequence[ShardedBatch]) -> ShardedBatch:
+    """Chain results per replica of several calls, each entry with its weight."""
+    layouts = [b._layout for b in batches]
+    layout = replace(
+        layouts[0],
+        devices=tuple(chain.from_iterable(x.devices for x in layouts)),
+        sizes=tuple(chain.from_iterable(x.sizes for x in layouts)),
+        weights=tuple(chain.from_iterable(x.weights or () for x in layouts)),
+        streams=tuple(dict.fromkeys(chain.from_iterable(x.streams for x in layouts))),
+    )
+    # Copies, as replicas may be given the parts, and write into them.
+    return wrap([p.clone() for b in batches for p in parts_of(b)], layout, batches[0].shard_dim)
+
+
+UNTAGGED = (
+    "_prelu_kernel _prelu_kernel_backward elu_backward floor_divide hardshrink_backward hardsigmoid_backward hardswish "
+    "hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill "
+    "mish_backward rsub softplus_backward softshrink_backward where.self where.ScalarOther where.ScalarSelf "
+    "where.Scalar"
+)
+"""Pointwise operations that torch doesn't tag so."""
+
+OVER_OTHER_DIMS = (
+    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod sort topk gather "
+    "scatter_add scatter.src scatter.value argmax argmin max.dim min.dim logsumexp prod.dim_int var.correction "
+    "std.correction linalg_vector_norm norm.ScalarOpt_dim any.dim all.dim any.dims all.dims"
+)
+
+RULES: dict[Any, Rule] = rules_for(
+    (pointwise, UNTAGGED),
+    (in_place, "abs_ copy_.default fill_ masked_fill_ zero_"),
+    (over_other_dims, OVER_OTHER_DIMS),
+    (sum_or_mean, "sum.default sum.dim_IntList mean.default mean.dim"),
+    (extremum, "max.default min.default any.default all.default amax amin"),
+    (matmul, "mm.default mv.default"),
+    (addmm, "addmm.default"),
+    (bmm, "bmm.default"),
+    (concat, "cat.default stack.default"),
+)
