@@ -12,7 +12,7 @@ from everygpu.cli.output import harmless
 
 @contextmanager
 def show_bar(what: str, num_bytes: int | None = None, *, quiet: bool = False) -> Iterator[Callable[[float], None]]:
-    """Show what is being done while the block runs, but not in a pipe; gives what counts the bytes that are done."""
+    """Show a bar on a terminal while the block runs; yield a function that adds to the bytes done."""
     console = Console(stderr=True)
     # FORCE_COLOR has rich take a pipe for a terminal.
     is_shown = not quiet and console.is_interactive and console.file.isatty()
