@@ -1,5 +1,6 @@
 """The files of a checkpoint: what others read in them, and that every element type comes back bit by bit."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -32,6 +33,18 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def test_every_dtype_and_shape_survives(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = random_bits(dtype, shape)
     assert same_state(everygpu.load(everygpu.save(tmp_path / "ckpt", x=tensor)), {"x": tensor})
+
+
+def test_safetensors_reads_every_dtype_and_the_digests_are_those_of_the_files(tmp_path: Path) -> None:
+    state = {str(dtype): random_bits(dtype, (3, 2)) for dtype in [*DTYPES, torch.float4_e2m1fn_x2]}
+    path = everygpu.save(tmp_path / "ckpt", **state)
+    found = load_file(path / "training.safetensors")
+    for name, tensor in state.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+    for line in (path / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)

@@ -59,17 +59,6 @@ def test_our_own_directories_are_not_foreign_even_when_damaged(tmp_path: Path) -
         (path / name).write_bytes(data)
 
 
-def test_accelerate_keeps_the_optimizer_beside_the_model(tmp_path: Path) -> None:
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict()
-    save_file(STATE, tmp_path / "model.safetensors")
-    torch.save(optimizer, tmp_path / "optimizer.bin")
-    torch.save({"last_epoch": 3}, tmp_path / "scheduler.bin")
-    (tmp_path / "random_states_0.pkl").write_bytes(b"never read")
-    found = read_foreign(tmp_path)
-    assert found.parts["optimizer"].state == optimizer
-    assert found.parts["scheduler"].state == {"last_epoch": 3}
-
-
 def test_an_optimizer_that_can_t_be_read_does_not_hide_the_model(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
     (tmp_path / "optimizer.bin").write_bytes(b"")

@@ -112,7 +112,7 @@ def interrupt_everywhere(run: Path, asynchronous: bool, call: str) -> None:
             checkpoints.wait()
             assert load_version(run) == step + 2
             assert len(os.listdir(run)) == 1
-            line, step = line + 5, step + 2
+            line, step = line + 7, step + 2
     assert line > 20
 
 

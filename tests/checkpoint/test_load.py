@@ -2,14 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import everygpu
@@ -110,31 +108,6 @@ def test_random_states_come_back_only_when_asked_for(path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), unchanged)
     everygpu.load(path, rng=True)
     assert torch.equal(torch.randn(2), expected)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("wrap_source", WRAPPERS.values(), ids=[f"from {name}" for name in WRAPPERS])
-@pytest.mark.parametrize("wrap_target", WRAPPERS.values(), ids=[f"to {name}" for name in WRAPPERS])
-def test_any_wrapper_loads_into_any_other(tmp_path: Path, wrap_source: Wrap, wrap_target: Wrap) -> None:
-    source, target = Net(1), Net(2)
-    everygpu.load(everygpu.save(tmp_path / "ckpt", model=wrap_source(source)), model=wrap_target(target))
-    assert same_state(dict(target.state_dict()), dict(source.state_dict()))
-    assert target.head.weight is target.embed.weight
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_ddp_loads_from_and_into_a_bare_module(tmp_path: Path) -> None:
-    source, target, back = Net(1), nn.parallel.DistributedDataParallel(Net(2)), Net(3)
-    everygpu.load(everygpu.save(tmp_path / "a", model=source), model=target)
-    everygpu.load(everygpu.save(tmp_path / "b", model=target), model=back)
-    assert same_state(dict(back.state_dict()), dict(source.state_dict()))
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
@@ -253,12 +226,6 @@ def test_a_truncated_file_is_named(path: Path, name: str, keep: float) -> None:
 def test_a_truncated_file_with_sums_that_agree_is_named(path: Path, name: str) -> None:
     (path / name).write_bytes((path / name).read_bytes()[:-4])
     agree(path)
-    assert_nothing_changes(CheckpointDamagedError, path, name)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(path: Path, name: str) -> None:
-    (path / name).unlink()
     assert_nothing_changes(CheckpointDamagedError, path, name)
 
 

@@ -138,7 +138,7 @@ def test_the_best_stay_and_ties_keep_the_earlier(tmp_path: Path) -> None:
         manager(tmp_path).best()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     steps=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     values=st.lists(st.sampled_from([0.0, 1.0, 2.0, float("nan")]), min_size=8, max_size=8),
@@ -235,20 +235,6 @@ def test_going_on_from_the_best_one_leaves_the_run_where_it_is(tmp_path: Path) -
 
 
 # Damage.
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.json", "SHA256SUMS"])
-def test_a_damaged_one_is_stepped_over_with_a_warning_that_names_it(tmp_path: Path, name: str) -> None:
-    checkpoints = manager(tmp_path)
-    for step in range(3):
-        put(checkpoints, step)
-    flip(tmp_path / "step-00000002" / name)
-    with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*step-00000002/.*{name}"):
-        assert loaded(tmp_path) == (1, 1)
-    with pytest.warns(UserWarning, match="is taken"):
-        assert everygpu.load(tmp_path) == {"step": 1}
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        checkpoints.resume(2)
 
 
 def test_a_damaged_one_saved_after_going_back_is_named(tmp_path: Path) -> None:
@@ -570,7 +556,7 @@ import atexit, sys, threading, torch, everygpu
 class State(torch.nn.Module):
     def __init__(self, step):
         super().__init__()
-        self.register_buffer("x", torch.full((3_000_000,), float(step)))
+        self.register_buffer("x", torch.full((1_000_000,), float(step)))
 
 def save(name, step):
     checkpoints = everygpu.CheckpointManager(sys.argv[1] + "/" + name, asynchronous=True, model=State(step))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 
 import everygpu
@@ -97,23 +96,3 @@ def test_saving_in_the_middle_changes_nothing(tmp_path: Path) -> None:
         everygpu.save(tmp_path / "ckpt", **training.parts(), step=step)
         losses += training.run(1)
     assert losses == expected
-
-
-def test_the_checkpoint_of_a_wrapped_run_goes_on_in_a_bare_one(tmp_path: Path) -> None:
-    wrapped = Training(lambda model: everygpu.DataParallel(model, ["cpu"]), seed=1)
-    wrapped.run(3)
-    everygpu.save(tmp_path / "ckpt", **wrapped.parts())
-    expected = wrapped.run(3)
-    bare = Training(WRAPPERS["bare"], seed=2)
-    everygpu.load(tmp_path / "ckpt", rng=True, **bare.parts())
-    assert bare.run(3) == expected
-
-
-def test_a_module_in_evaluation_gives_the_same_outputs(tmp_path: Path) -> None:
-    training = Training(WRAPPERS["everygpu"], seed=1)
-    training.run(3)
-    everygpu.save(tmp_path / "ckpt", model=training.model)
-    plain: nn.Module = Net(5)
-    everygpu.load(tmp_path / "ckpt", model=plain)
-    x = torch.randn(6, 4)
-    assert torch.equal(plain.eval()(x), training.model.module.eval()(x))

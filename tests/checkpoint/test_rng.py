@@ -49,12 +49,6 @@ def test_planning_changes_nothing() -> None:
     assert take_rng_states() == before
 
 
-def test_states_need_no_tensors() -> None:
-    tensors: dict[str, Any] = {}
-    encode(take_rng_states(), "rng", tensors)
-    assert not tensors
-
-
 def test_a_replaced_numpy_generator_survives() -> None:
     old = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
@@ -76,15 +70,6 @@ def test_states_of_absent_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert set_on == [0, 1]
 
 
-def test_more_devices_than_saved_leave_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_on: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: set_on.append(index))
-    plan_rng_restore(take_rng_states() | {"cuda": [b"x" * 16]})()
-    assert set_on == [0]
-
-
 def test_cuda_is_not_touched_where_it_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("CUDA was initialised"))
@@ -103,18 +88,17 @@ def test_cuda_generators_go_on_where_they_were() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"python": None}, {"python": (3, (1, 2), None)}, {"torch": b"short"}, {"torch": "text"}, {"cuda": [3]}],
+    [
+        {"python": None},
+        {"python": (3, (1, 2), None)},
+        {"torch": b"short"},
+        {"torch": "text"},
+        {"cuda": [3]},
+        {"numpy": None},
+    ],
     ids=str,
 )
 def test_broken_states_are_damage(change: dict[str, Any]) -> None:
     states = take_rng_states() | change
     with pytest.raises(CheckpointDamagedError, match="random states"):
-        plan_rng_restore(states)
-
-
-@pytest.mark.parametrize("missing", ["python", "torch"])
-def test_missing_states_are_damage(missing: str) -> None:
-    states = take_rng_states()
-    del states[missing]
-    with pytest.raises(CheckpointDamagedError):
         plan_rng_restore(states)

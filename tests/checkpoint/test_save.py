@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file
 from torch import nn
 
 import everygpu
 from everygpu.checkpoint import directory
 from everygpu.checkpoint import format as format_module
-from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, OptionError
+from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
 from tests.checkpoint.models import WRAPPERS, Counting, Net, Wrap, same_state
 
 
@@ -63,13 +62,6 @@ def test_the_model_file_has_the_bare_model_s_names(tmp_path: Path, wrap: Wrap) -
     own = model.state_dict()
     assert set(loaded) == set(own) - {"head.weight"}
     assert all(torch.equal(loaded[name], own[name]) for name in loaded)
-
-
-def test_safetensors_loads_the_model_file_into_a_model_with_tied_weights(tmp_path: Path) -> None:
-    everygpu.save(tmp_path / "ckpt", model=Net(seed=3))
-    target = Net(seed=4)
-    load_model(target, tmp_path / "ckpt" / "model.safetensors")
-    assert same_state(dict(target.state_dict()), dict(Net(seed=3).state_dict()))
 
 
 def test_there_is_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None:
@@ -197,34 +189,6 @@ def test_a_parent_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
         everygpu.save(tmp_path / "file" / "ckpt", epoch=1)
 
 
-def test_every_file_is_as_umask_says(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        path = everygpu.save(tmp_path / "ckpt", model=Net(), best=torch.ones(1))
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()} == {0o640}
-    assert stat.S_IMODE(path.stat().st_mode) == 0o750
-
-
-def test_a_linked_directory_is_written_through(tmp_path: Path) -> None:
-    (tmp_path / "big-disk").mkdir()
-    (tmp_path / "ckpt").symlink_to("big-disk/run7")
-    for epoch in (1, 2):
-        everygpu.save(tmp_path / "ckpt", epoch=epoch)
-    assert (tmp_path / "ckpt").is_symlink()
-    assert everygpu.load(tmp_path / "big-disk" / "run7") == everygpu.load(tmp_path / "ckpt") == {"epoch": 2}
-
-
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("precious")
-    for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(CheckpointForeignError):
-            everygpu.save(path, epoch=1)
-    assert (tmp_path / "notes.txt").read_text() == "precious"
-    assert names_in(tmp_path) == {"notes.txt"}
-
-
 @pytest.mark.parametrize("path", ["", None, 5, b"ckpt", "a\0b"], ids=repr)
 def test_what_names_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
     monkeypatch.chdir(tmp_path)
@@ -245,25 +209,6 @@ def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path, name: str) -> None
     document.write_text(document.read_text()[:50])
     everygpu.save(path, epoch=2)
     assert everygpu.load(path) == {"epoch": 2}
-
-
-def test_savers_of_one_path_never_mix(tmp_path: Path) -> None:
-    """Threads stand in for processes; a saver may fail, a checkpoint may not be a mix."""
-
-    def keep_saving(value: float) -> None:
-        for _ in range(15):
-            try:
-                everygpu.save(tmp_path / "ckpt", model=nn.Linear(2, 2).requires_grad_(False), value=value)
-            except CheckpointError:
-                continue
-
-    threads = [threading.Thread(target=keep_saving, args=(value,)) for value in (1.0, 2.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert everygpu.load(tmp_path / "ckpt", model=nn.Linear(2, 2))["value"] in (1.0, 2.0)
-    assert not [name for name in names_in(tmp_path) if ".tmp" in name]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -66,6 +66,7 @@ trees = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(trees)
 def test_decode_undoes_encode(tree: object) -> None:
     assert same(through_json(tree), tree)

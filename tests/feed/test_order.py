@@ -215,7 +215,7 @@ def test_a_resumed_run_sees_what_comes_next(name, prefetch):
         for j, (before, after) in enumerate(itertools.product(WORKERS, WORKERS))
         if (name not in STREAMS or before[0] == after[0])
         and (before != after or before != "0")
-        and ((i + j) % 4 == 0 or name in STREAMS)
+        and (i + j) % (2 if name in STREAMS else 4) == 0
     ],
 )
 def test_workers_may_change(name, before, after):
@@ -237,10 +237,9 @@ def test_all_workers_may_change(name, before, after):
 
 
 def test_a_stream_is_not_resumed_with_other_workers():
-    for name in ("stream", "own stream"):
-        for before, after in itertools.permutations("012", 2):
-            with pytest.raises(CheckpointMismatchError, match=f"num_workers .* was {before} then, {after} now"):
-                resumed(LOADERS[name], 2, WORKERS[before], WORKERS[after])
+    for before, after in ("01", "20", "12"):
+        with pytest.raises(CheckpointMismatchError, match=f"num_workers .* was {before} then, {after} now"):
+            resumed(LOADERS["own stream"], 2, WORKERS[before], WORKERS[after])
 
 
 def test_every_epoch_has_another_order_and_every_feeder():

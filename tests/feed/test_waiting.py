@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +33,7 @@ def loader_with(**options):
     return DataLoader(TensorDataset(torch.zeros(4)), **options)
 
 
+@settings(max_examples=25)
 @given(steps)
 def test_the_report_is_the_mean_of_all_steps(steps):
     meter = WaitMeter([], 2)

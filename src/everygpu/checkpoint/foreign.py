@@ -42,15 +42,7 @@ _MISSING_SUPPORT = re.compile(r"``(torch\.[\w.]+)``[^`]* must be imported")
 
 
 def read_foreign(path: Path, *, section: str | None = None, with_values: bool = True) -> Contents:
-    """Read a foreign checkpoint: a file of torch.save, safetensors, shards with an index, or a DCP directory.
-
-    Args:
-        path: A file, or a directory with one of them under a usual name.
-        section: The dotted name of the model's state dict in the file; by default it is searched.
-        with_values: False allows tensors on the meta device.
-    Returns:
-        The parts that were recognised; tensors on the CPU, perhaps backed by the file.
-    """
+    """Read a file of torch.save or safetensors, shards with an index, or a directory with such files, or of DCP."""
     words, file, *_ = list_files(path)
     contents = sort_document(_read(file, words, with_values), words, section)
     if not path.is_dir():

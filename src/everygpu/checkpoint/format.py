@@ -97,12 +97,7 @@ def write_files(
 
 
 def read_document(directory: Path) -> dict[str, Any]:
-    """Read ``checkpoint.json``, and see that the files it lists are there in full size.
-
-    Raises:
-        CheckpointForeignError: it is none of ours, or of a newer format.
-        CheckpointDamagedError: a file is missing, cut off or altered.
-    """
+    """Read ``checkpoint.json``, and see that the files it lists are there in full size."""
     path = directory / DOCUMENT
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -184,11 +179,11 @@ def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] 
         for name in names:
             check()
             plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if plain.data_ptr() != tensors[name].data_ptr():  # a copy: no more than two of them at once
+                hasher.wait()
             piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             hasher.add(piece)
             file.write(piece)
-            if plain.data_ptr() != tensors[name].data_ptr():  # a copy: not many of them at once
-                hasher.wait()
         file.flush()
         os.fsync(file.fileno())
         return hasher.digest()

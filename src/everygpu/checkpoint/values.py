@@ -37,13 +37,7 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
 
     Subclasses come back as the type they derive from (a namedtuple as tuple, an IntEnum as int, a
     defaultdict as dict), except OrderedDict and Counter, which are kept. A Parameter comes back as Tensor.
-
-    Args:
-        value: None, bool, int, float, complex, str, bytes, tensors, NumPy arrays, and containers of these.
-        path: Where the value stands, dotted; names its tensors and appears in errors.
-        tensors: Receives every tensor in the value; equal views of the same memory once.
-    Raises:
-        CheckpointContentError: something in the value has no place in a checkpoint.
+    ``path`` says where the value stands, dotted. Equal views of the same memory are put aside once.
     """
     names = {identity(tensor): name for name, tensor in tensors.items()}
     try:

@@ -104,11 +104,7 @@ class Order:
         return self._pass.epoch
 
     def begin(self) -> tuple[Iterator[Any], Pass, Dealing | None]:
-        """Begin a pass: of one that was resumed the rest, else a whole one. All ranks call it at the same place.
-
-        Returns:
-            The batches, where to count those that are used, and what takes this rank's rows of each.
-        """
+        """Begin a pass: its batches, where to count those that are used, and what takes this rank's rows of each."""
         old, is_resumed = self._pass, self._is_resumed
         now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
