@@ -70,6 +70,24 @@ def test_a_share_without_targets_counts_nothing(batch):
     assert list(loss.shard_rows) == [tensor(x, y), 0]
 
 
+def test_of_a_causal_model_the_first_label_of_a_row_predicts_nothing(batch):
+    class SmallForCausalLM(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+        def forward(self, ids, labels):
+            logits = self.head(self.embed(ids))
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    _, y = batch
+    y[1:3] = torch.tensor([3, -100, 2, 1])
+    model = everygpu.DataParallel(SmallForCausalLM(), ["cpu"] * 2)
+    ids = y.clamp(min=0)
+    torch.testing.assert_close(model(ids, labels=y).mean(), model.module(ids, labels=y))
+
+
 def test_a_caller_who_normalizes_is_left_alone():
     class Summed(nn.Module):
         def forward(self, x, labels, num_items):

@@ -254,7 +254,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             if len(self.replica_devices) == 1:
                 if outputs is not None:
                     return self._at_output_device(outputs[0])
-                return self._run_alone(inputs, kwargs, method)
+                if self._has_overrides:
+                    args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
+                    inputs, kwargs = tuple(args[0]) if args else (), kwargs_of[0] if kwargs_of else {}
+                return self._forward_alone(inputs, kwargs, method)
             if outputs is None:
                 outputs = self._run_replicas(inputs, kwargs, method, pad_value, replicas)
                 if self._engine.launches:
@@ -290,12 +293,6 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
         call.modules, call.method, call.pad_value = tuple(modules), method, pad_value
         return PerReplica(outputs, call)
-
-    def _run_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
-        if self._has_overrides:
-            args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
-            inputs, kwargs = tuple(args[0]) if args else (), kwargs_of[0] if kwargs_of else {}
-        return self._forward_alone(inputs, kwargs, method)
 
     def _forward_alone(self, inputs: Any, kwargs: Any, method: str | None = None, _: float | None = None) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
@@ -343,7 +340,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             call.positions = tuple(own[p] for p in call.positions)
         is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
         if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
-            weigh_shares(call, self.weight_rule, self.replica_devices[0])
+            weigh_shares(call, self.weight_rule, self.module, self.replica_devices[0])
         return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -448,7 +445,6 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
-        fixed = fixed or self._engine.is_fixed
         return ReplicaSet(
             self.module,
             self.replica_devices,

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.parallel.cuda_graphs.static_batch import Batch
@@ -20,6 +20,7 @@ class BatchWeights:
         home: Where the loss is.
         dim: Where the rows of a batch are.
         num_devices: Of this process.
+        module: The model.
         loss: Called with the output and the targets; None where the model returns it.
     """
 
@@ -30,13 +31,15 @@ class BatchWeights:
         home: torch.device,
         dim: int,
         num_devices: int,
-        loss: Any = None,
+        module: nn.Module,
+        loss: Any,
     ) -> None:
         self._weight = weight
         self._group = group
         self._home = home
         self._dim = dim
         self._num_devices = num_devices
+        self._module = module
         self._loss = loss
         self._accumulate = 1
         self._is_needed = False
@@ -119,6 +122,7 @@ class BatchWeights:
             args,
             kwargs,
             targets,
+            module=self._module,
             loss=self._loss,
             dim=self._dim,
             num_devices=self._num_devices,

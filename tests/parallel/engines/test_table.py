@@ -23,7 +23,7 @@ def make_net(*, compiled: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled", "kind", "is_fixed", "launches"),
+    ("name", "compiled", "kind", "compiles", "launches"),
     [
         ("auto", False, Workers, False, False),
         ("auto", True, CompiledReplicas, True, False),
@@ -33,10 +33,10 @@ def make_net(*, compiled: bool) -> nn.Module:
         ("graphs", True, RecordedReplicas, True, True),
     ],
 )
-def test_engine_of_a_name(name: str, compiled: bool, kind: type, is_fixed: bool, launches: bool) -> None:
+def test_engine_of_a_name(name: str, compiled: bool, kind: type, compiles: bool, launches: bool) -> None:
     engine = everygpu.DataParallel(make_net(compiled=compiled), ["cpu"] * 2, engine=name)._engine
     assert type(engine) is kind
-    assert (engine.is_fixed, engine.launches) == (is_fixed, launches)
+    assert (engine.compiles, engine.launches) == (compiles, launches)
 
 
 class InOrder(Engine):

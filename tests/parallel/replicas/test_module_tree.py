@@ -125,6 +125,10 @@ def remove_module(net):
     del net.again
 
 
+def replace_children(net):
+    net._modules = {**net._modules, "more": nn.Identity()}
+
+
 def add_parameter(net):
     net.encode.gain = nn.Parameter(torch.ones(1))
 
@@ -183,8 +187,8 @@ def rename(net):
 
 @pytest.mark.parametrize(
     "change",
-    [add_module, replace_module, remove_module, add_parameter, add_buffer, fill_empty_parameter, empty_a_parameter,
-     untie, tie, reshape, change_dtype, change_strides, freeze, let_a_buffer_train, move, rename,
+    [add_module, replace_module, remove_module, replace_children, add_parameter, add_buffer, fill_empty_parameter,
+     empty_a_parameter, untie, tie, reshape, change_dtype, change_strides, freeze, let_a_buffer_train, move, rename,
      register_a_parametrization],
 )  # fmt: skip
 def test_another_arrangement_is_noticed(change):
@@ -200,6 +204,14 @@ def test_replaced_module_is_noticed_deep_in_the_tree():
     net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(1, 1))))
     layout = ModuleTree(net)
     net[0][0][0] = nn.Linear(1, 1)
+    assert not layout.is_current()
+
+
+def test_torch_replaces_the_table_of_children():
+    net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    layout = ModuleTree(net)
+    del net[0]
+    assert not layout.is_same()
     assert not layout.is_current()
 
 

@@ -242,6 +242,20 @@ class TestReplicaSet:
         with pytest.raises(PlacementError, match=r"but found one of them on device: meta"):
             ReplicaSet(net, used, strict_device=True)
 
+    def test_what_cannot_be_copied_is_named(self):
+        class Odd(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                if func is torch.Tensor.to:
+                    raise KeyError("no copies")
+                return super().__torch_function__(func, types, args, kwargs)
+
+        net = build("cpu")
+        net.layers[0].odd = [torch.ones(2).as_subclass(Odd)]
+        with pytest.raises(KeyError, match="no copies") as caught:
+            ReplicaSet(net, [torch.device("cpu")] * 2).refresh([0, 1])
+        assert "attribute 'odd' of Linear can't be copied" in str(caught.value.__cause__)
+
     def test_failed_refresh_does_not_spoil_the_next(self):
         net = build("cpu")
         replicas = ReplicaSet(net, [torch.device("cpu")] * 2)
@@ -283,6 +297,14 @@ class TestAverageBuffers:
         replicas.average_buffers([0, 1], [1, 1])
         assert net.mean.tolist() == [2, float("-inf")]
         assert net.again is net.mean
+
+    def test_a_buffer_that_forward_replaces(self, devices):
+        used = devices(2)
+        net, replicas, modules = self.make(used)
+        for module, value in zip(modules, (2.0, 4.0)):
+            module.mean = torch.full((2,), value, device=module.mean.device)
+        replicas.average_buffers([0, 1], [1, 1])
+        assert net.mean.tolist() == [3, 3]
 
     def test_whole_numbers_are_left_alone(self, devices):
         used = devices(2)

@@ -1,5 +1,6 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
-from everygpu.parallel.buckets.memory import Grads, stand_in, versions_of
+from everygpu.parallel.buckets.memory import Grads, stand_ins, versions_of
 from everygpu.parallel.buckets.plan import plan_bucket
 from everygpu.torch_private.autograd import are_batched
 
@@ -27,8 +28,8 @@ class Bucket:
     Args:
         originals: At least one tensor, all of one dtype and alike in ``requires_grad``; on ``device``.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
-        fixed: Send to the same addresses, as CUDA graphs need it: a backward through other values than those of its
-            forward is torch's error then.
+        fixed: Send to the same addresses, as CUDA graphs need it, unless they take gradients: a backward through other
+            values than those of its forward is torch's error then.
         keeps: Take note of what was sent, for ``current_copies``.
         trusts_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
@@ -50,7 +51,8 @@ class Bucket:
         unit = 1 if keep_storage else max(1, ALIGNMENT_BYTES // originals[0].element_size())
         self.plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
         self._requires_grad = originals[0].requires_grad
-        self._fixed = fixed
+        # Those that take gradients are leaves in recordings; elsewhere their old values may yet go backward.
+        self._fixed = fixed and not self._requires_grad
         self._keeps = keeps or trusts_versions
         self._trusts_versions = trusts_versions
         self._copies: list[_Copy | None] = [None] * len(self.devices)
@@ -66,7 +68,9 @@ class Bucket:
             with torch.no_grad():
                 self._send(originals, replicas)
             slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
-            with torch.set_grad_enabled(self._requires_grad):
+            if not self._requires_grad:
+                return stand_ins(originals, slots)
+            with torch.enable_grad():
                 _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         width = len(originals)
         return [outputs[i * width : (i + 1) * width] for i in range(len(slots))]
@@ -158,19 +162,11 @@ class _Broadcast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
         ctx.width = len(originals)
-        ctx.devices = [bucket.devices[i] for i in replicas]
-        ctx.streams = Streams(bucket.device, *ctx.devices)
+        ctx.streams = Streams(bucket.device, *(bucket.devices[i] for i in replicas))
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        return anchor, *(seen for row in slots for seen in map(stand_in, originals, row))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Give the replicas' parameters the tangents of the originals."""
-        moved = tangents[-ctx.width :]
-        anchor = torch.empty(0, device=ctx.bucket.device)
-        return anchor, *(None if t is None else comm.copy(t, d, fresh=True) for d in ctx.devices for t in moved)
+        return anchor, *itertools.chain.from_iterable(stand_ins(originals, slots))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -37,13 +37,9 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.home, ctx.devices = x.device, devices
+        ctx.home = x.device
         ctx.streams = Streams(x.device, *devices)
         return tuple(comm.copy(x.detach(), d, fresh=i > 0) for i, d in enumerate(devices))
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, ...]:
-        return tuple(comm.copy(tangent, d, fresh=i > 0) for i, d in enumerate(ctx.devices))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:

@@ -1,7 +1,7 @@
 """Flat memory: filled, compared, its writes counted, and tensors that stand in for others on it."""
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
     """Copy tensors of one dtype into views of flat memory, at once; where there is none, the memory stays as it is."""
     pairs = [(view, t) for view, t in zip(views, tensors) if t is not None]
     if pairs:
-        foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
+        with torch.no_grad():
+            foreach_copy_([view for view, _ in pairs], [t for _, t in pairs])
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -44,22 +45,24 @@ def versions_of(tensors: Collection[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
 
 
-def stand_in(original: Tensor, slot: Tensor) -> Tensor:
-    """Return what replicas see in place of a tensor: its class and attributes, on a slot's memory."""
-    is_parameter = isinstance(original, nn.Parameter)
-    kind = type(original) if is_parameter else Tensor
-    seen = make_subclass(kind, slot)
-    attributes = vars(original)
-    if attributes:
-        vars(seen).update(attributes)
-    if is_parameter and kind is Tensor:  # a plain tensor may count as a parameter by this mark alone
-        seen._is_param = True
+def stand_ins(originals: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Return what replicas see in place of tensors, for each row of slots: their classes and attributes, on these."""
+    are_parameters = [isinstance(t, nn.Parameter) for t in originals]
+    kinds = [type(t) if is_parameter else Tensor for t, is_parameter in zip(originals, are_parameters)]
+    seen = [list(map(make_subclass, kinds, row)) for row in rows]
+    for k, attributes in enumerate(map(vars, originals)):
+        if attributes or (are_parameters[k] and kinds[k] is Tensor):
+            for row in seen:
+                vars(row[k]).update(attributes)
+                if are_parameters[k] and kinds[k] is Tensor:  # which counts as a parameter by this mark alone
+                    row[k]._is_param = True
     return seen
 
 
-def make_twins(originals: Iterable[Tensor], slots: Iterable[Tensor]) -> list[Tensor]:
+def make_twins(originals: Sequence[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
     """Return leaf twins of parameters, in slots that have version counters of their own."""
-    return [stand_in(t, slot).requires_grad_() for t, slot in zip(originals, slots)]
+    (twins,) = stand_ins(originals, [slots])
+    return [t.requires_grad_() for t in twins]
 
 
 def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:

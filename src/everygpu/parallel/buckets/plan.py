@@ -58,6 +58,8 @@ class BucketPlan:
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
+    places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+    """Shape, strides and start of each slot."""
     chunk_numel: int
     num_chunks: int
     has_gaps: bool
@@ -75,7 +77,7 @@ class BucketPlan:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
         view, begin = flat.as_strided, int(flat.storage_offset())
-        return [view(slot.shape, slot.strides, begin + slot.start) for slot in self.slots]
+        return [view(shape, strides, begin + start) for shape, strides, start in self.places]
 
     def make_flat(self, device: torch.device) -> Tensor:
         """Make a bucket's memory; zeros."""
@@ -145,6 +147,7 @@ def plan_bucket(
     return BucketPlan(
         dtype=tensors[0].dtype,
         slots=tuple(slots),
+        places=tuple((slot.shape, slot.strides, slot.start) for slot in slots),
         chunk_numel=chunk_numel,
         num_chunks=num_chunks,
         has_gaps=sum(t.numel() for t in tensors) < chunk_numel * num_chunks,

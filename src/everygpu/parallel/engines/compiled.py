@@ -40,7 +40,7 @@ class CompiledReplicas(Engine):
         workers: Run the replicas where compiling fails.
     """
 
-    is_fixed = True
+    compiles = True
 
     def __init__(self, module: nn.Module, workers: Workers) -> None:
         self._compile, self._once = _compiler_of(module)

@@ -46,8 +46,8 @@ class Engine(Protocol):
     A new one is a module in this folder and a line in ``table``.
     """
 
-    is_fixed: bool = False
-    """Whether it needs the replicas' tensors at the same addresses in every forward, as CUDA graphs do."""
+    compiles: bool = False
+    """Whether it runs compiled counterparts of the replicas."""
     launches: bool = False
     """Whether calls go through ``launch`` and replicas even on one device."""
 

@@ -32,7 +32,7 @@ class RecordedReplicas(Engine):
 
     def __init__(self, context: EngineContext, eager: Engine, *, proves: bool = False) -> None:
         self.recorder: RecordedForward | None = None
-        self.is_fixed = eager.is_fixed
+        self.compiles = eager.compiles
         self._proves = proves
         self._context = context
         self._eager = eager
@@ -66,7 +66,7 @@ class RecordedReplicas(Engine):
         """Make the call by the other engine; compiled code is warmed up for the recording."""
         if not may_launch():
             return self._eager.run_alone(call, device)
-        run = super().run_alone if self.is_fixed and self.launches else self._eager.run_alone
+        run = super().run_alone if self.compiles and self.launches else self._eager.run_alone
         return self._with_memory(lambda: run(call, device))
 
     def watch(self, outputs: list[Any]) -> list[Any]:

@@ -64,7 +64,15 @@ class RankModel:
         self._look_at(module)
         if module.training:
             copy_from_first(self.group, self._buffers)
-        weight = weigh_batch(self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices)
+        weight = weigh_batch(
+            self._weight,
+            "DataParallel",
+            inputs,
+            kwargs,
+            module=module,
+            dim=self._dim,
+            num_devices=self._num_devices,
+        )
         gradients = self._current_gradients()
         with forward_of(SpreadBatch(self.group, weight)):
             output = function()

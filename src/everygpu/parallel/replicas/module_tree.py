@@ -4,12 +4,10 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from everygpu.parallel.replicas.snapshot import Contents
 
 Table = dict[str, Any]
 """A module's ``_parameters`` or ``_buffers``."""
@@ -32,38 +30,53 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = list(root.modules())
-        self._children = Contents(list(map(_children_of, self.modules)), [], [])
-        self._keys, self._values = self._read()
-        self.tensors, self.order = _sort(self._values)
+        self._children = self._read_children()
+        self._contents = self._read_tensors()
+        self.tensors, self.order = _sort(self._contents.values)
         self._metas = _metas(self.tensors)
 
     def is_same(self) -> bool:
         """Tell whether the tree holds the identical modules and tensors, whatever their properties."""
-        keys, values = self._read()
-        return self._children.is_same() and keys == self._keys and all(map(operator.is_, values, self._values))
+        return self._read_children().is_same(self._children) and self._read_tensors().is_same(self._contents)
 
     def is_current(self) -> bool:
         """Tell whether the tree has the same arrangement; adopt new tensors that fit in place of old ones."""
-        keys, values = self._read()
-        if not self._children.is_same() or keys != self._keys:
+        contents = self._read_tensors()
+        if not self._read_children().is_same(self._children) or contents[:2] != self._contents[:2]:
             return False
-        if not all(map(operator.is_, values, self._values)):
-            tensors, order = _sort(values)
+        if not contents.is_same(self._contents):
+            tensors, order = _sort(contents.values)
             if order != self.order:
                 return False
-            self._values, self.tensors = values, tensors
+            self._contents, self.tensors = contents, tensors
         return _metas(self.tensors) == self._metas
 
     def places(self, modules: Sequence[nn.Module]) -> list[tuple[Table, str]]:
         """List the places of another tree of the same arrangement, in the order of ``order``."""
-        lengths, names = self._keys
-        tables = itertools.chain.from_iterable(map(itertools.repeat, _chain(map(_tables_of, modules)), lengths))
-        return list(zip(tables, names))
+        tables = _chain(map(itertools.repeat, _chain(map(_tables_of, modules)), self._contents.lengths))
+        return list(zip(tables, self._contents.keys))
 
-    def _read(self) -> tuple[tuple[list[int], list[str]], list[Any]]:
-        """Return the tables' lengths and keys, and their values, one table after another; runs in every step."""
-        tables = list(_chain(map(_tables_of, self.modules)))
-        return (list(map(len, tables)), list(_chain(tables))), list(_chain(map(dict.values, tables)))
+    def _read_children(self) -> "_Flat":
+        return _flatten(list(map(_children_of, self.modules)))
+
+    def _read_tensors(self) -> "_Flat":
+        return _flatten(list(_chain(map(_tables_of, self.modules))))
+
+
+class _Flat(NamedTuple):
+    """Tables one after another: read and compared in every step."""
+
+    lengths: list[int]
+    keys: list[str]
+    values: list[Any]
+
+    def is_same(self, before: "_Flat") -> bool:
+        """Tell whether tables have identical values in the same places."""
+        return self[:2] == before[:2] and all(map(operator.is_, self.values, before.values))
+
+
+def _flatten(tables: Sequence[Table]) -> _Flat:
+    return _Flat(list(map(len, tables)), list(_chain(tables)), list(_chain(map(dict.values, tables))))
 
 
 def is_dense(t: Tensor) -> bool:

@@ -1,11 +1,11 @@
 """Checks of the module to replicate: its kind, its wrappers, its device."""
 
+import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import DataParallel as TorchDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -28,11 +28,7 @@ def without_wrappers(module: Any, caller: str) -> Any:
 
 
 def check_module(module: Any, caller: str) -> None:
-    """Refuse a module that can't be replicated.
-
-    Raises:
-        ModuleError: it is an optimizer, a class, no module, or contains a TorchScript or distributed module.
-    """
+    """Refuse a module that can't be replicated with a ModuleError."""
     if isinstance(module, torch.optim.Optimizer):
         raise ModuleError(
             f"{caller}: needs a torch.nn.Module, got the optimizer {type(module).__name__}. Wrap the model, and "
@@ -69,7 +65,7 @@ def place_module(module: nn.Module, device: torch.device, caller: str, *, strict
         ModuleError: a lazy parameter has no shape yet.
     """
     found: dict[torch.device, str] = {}
-    for name, tensor in named_tensors(module):
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):
             raise ModuleError(
                 f"{caller}: parameters need a shape, got the lazy {name!r}. Run one batch through the module first."
@@ -93,9 +89,3 @@ def place_module(module: nn.Module, device: torch.device, caller: str, *, strict
     if not trusted_peers((elsewhere, device)):
         module.to("cpu")
     module.to(device)
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, then buffers, each once."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()

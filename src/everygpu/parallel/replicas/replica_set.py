@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.errors import ReplicaError
 from everygpu.keys import compiled_original
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.copies import broadcast_tensor
@@ -103,9 +104,9 @@ class ReplicaSet:
             self._update([p - 1 for p in positions if p > 0])
             if fresh is not None and not torch.is_grad_enabled():
                 fresh.update(positions)
-        for i, p in enumerate(positions):
-            if p > 0:
-                self._replicas[p - 1].num_rows = rows[i] if rows else 0
+        rows_of = dict(zip(positions, rows))
+        for p, replica in enumerate(self._replicas, 1):
+            replica.num_rows = rows_of.get(p, 0)
         return [self._replicas[p - 1].root if p else self.module for p in positions]
 
     def position_of(self, root: nn.Module) -> int | None:
@@ -131,17 +132,12 @@ class ReplicaSet:
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
         """Set the module's float buffers to their weighted average over the replicas that ran."""
         total = sum(weights)
-        if total == 0:
-            return
-        places = [self._tree.places(self._tree.modules), *(replica.places for replica in self._replicas)]
-        first = {index: place for place, index in reversed(list(enumerate(self._tree.order)))}  # a shared one once
+        trees = [self._places, *(replica.places for replica in self._replicas)]
         with torch.no_grad():
-            for i, mine in enumerate(self._tree.tensors):
-                if not isinstance(mine, nn.Parameter) and mine.is_floating_point() and not mine.requires_grad:
-                    theirs = [table[key] for table, key in (places[p][first[i]] for p in positions)]
-                    # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward
-                    # saved.
-                    mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
+            for place in self._float_buffers if total else ():
+                mine, *theirs = (trees[p][place][0][trees[p][place][1]] for p in (0, *positions))
+                # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward saved.
+                mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
 
     def _update(self, others: Sequence[int]) -> None:
         if not self._tree.is_current():
@@ -163,6 +159,9 @@ class ReplicaSet:
         self._snapshot = Snapshot(self._tree.modules)
         self._replicas = [_Replica(self._tree, device) for device in others]
         tensors = self._tree.tensors
+        self._places = self._tree.places(self._tree.modules)
+        first = {index: place for place, index in reversed(list(enumerate(self._tree.order)))}  # a shared one once
+        self._float_buffers = [first[i] for i, t in enumerate(tensors) if _is_float_buffer(t)]
         self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
         sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
         self._unbucketed = [i for i in sent if not is_dense(tensors[i])]
@@ -255,8 +254,13 @@ class _Replica:
         for index in self._stale:
             original, replica = self._tree.modules[index], self.modules[index]
             for name, value in vars(original).items():
-                if name not in TABLES:
+                if name in TABLES:
+                    continue
+                try:
                     vars(replica)[name] = remap.of(value)
+                except Exception as error:
+                    kind = type(original).__name__
+                    raise error from ReplicaError(f"DataParallel: attribute {name!r} of {kind} can't be copied.")
             if type(replica) is not type(original):
                 object.__setattr__(replica, "__class__", type(original))
         self._snapshot.accept(self._stale)
@@ -309,6 +313,10 @@ def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
     # The difference of equal values is 0, also of the infinities of a mask: inf - inf would be nan.
     theirs = comm.copy(theirs, mine.device)
     return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
+
+
+def _is_float_buffer(t: Tensor) -> bool:
+    return not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad
 
 
 def _is_frozen(t: Tensor) -> bool:

@@ -117,9 +117,10 @@ class Contents:
         self._dicts = list(map(vars, modules))
         self._kinds = list(map(type, modules))
         self._empty = [c for c in containers if not c]  # as most of a module's hooks are
-        self._tables = [*self._dicts, *(c for c in containers if c and isinstance(c, dict))]
+        self._names = list(_chain(self._dicts))
+        self._tables = [c for c in containers if c and isinstance(c, dict)]
         self._sequences = [c for c in containers if c and not isinstance(c, dict)]
-        self._lengths = list(map(len, itertools.chain(self._tables, self._sequences)))
+        self._lengths = list(map(len, self._filled()))
         self._items = list(self._present())
         self._referents = list(map(_referents, functions))
 
@@ -128,15 +129,20 @@ class Contents:
         _, functions, modules = self.parts
         return (
             not any(self._empty)
-            and list(map(len, itertools.chain(self._tables, self._sequences))) == self._lengths
+            and list(map(len, self._filled())) == self._lengths
+            and list(_chain(self._dicts)) == self._names
             and all(map(operator.is_, self._present(), self._items))
             and all(map(operator.is_, map(vars, modules), self._dicts))
             and list(map(type, modules)) == self._kinds
             and all(map(_is_same, map(_referents, functions), self._referents))
         )
 
+    def _filled(self) -> Iterator[Any]:
+        return itertools.chain(self._dicts, self._tables, self._sequences)
+
     def _present(self) -> Iterator[Any]:
-        return itertools.chain(_chain(self._tables), _chain(map(_values, self._tables)), _chain(self._sequences))
+        values = map(_values, itertools.chain(self._dicts, self._tables))
+        return itertools.chain(_chain(values), _chain(self._tables), _chain(self._sequences))
 
 
 class Search:

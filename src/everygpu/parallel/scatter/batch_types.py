@@ -156,7 +156,8 @@ def register_batch(
             f"register_batch: needs both split and join, or none of them where each {kind.__qualname__} is one row, "
             f"got split={split!r} and join={join!r}. Pass both."
         )
-    _Registry.of_this_process().add(kind, known)
+    _registered()[kind] = known
+    _found().clear()
 
 
 def batch_type(value: Any) -> BatchType | None:
@@ -175,7 +176,7 @@ def known_type(value: Any) -> BatchType | None:
         return None
     if kind is Tensor:
         return NESTED if value.is_nested else None
-    known = _Registry.of_this_process().find(kind)
+    known = _find(kind)
     if known is None:
         return NESTED if isinstance(value, Tensor) and value.is_nested else None
     return known if known.is_row or known.count(value) is not None else None
@@ -234,7 +235,7 @@ def _are_rows(items: Sequence[Any]) -> bool:
     kind = type(items[0])
     if kind is Tensor or kind in _PLAIN:
         return False
-    known = [_Registry.of_this_process().find(kind) for kind in set(map(type, items))]
+    known = [_find(kind) for kind in set(map(type, items))]
     return all(found is not None and found.is_row for found in known)
 
 
@@ -255,30 +256,25 @@ ROWS = BatchType(
 """``Rows``, and lists of objects that are each a row."""
 
 
-class _Registry:
-    """What this process has registered, and what was found for the classes of its batches."""
+@functools.cache
+def _registered() -> dict[type, BatchType]:
+    """Return what this process has registered."""
+    return {Rows: ROWS}
 
-    def __init__(self) -> None:
-        self._registered: dict[type, BatchType] = {Rows: ROWS}
-        self._found: weakref.WeakKeyDictionary[type, BatchType | None] = weakref.WeakKeyDictionary()
 
-    @staticmethod
-    @functools.cache
-    def of_this_process() -> "_Registry":
-        return _Registry()
+@functools.cache
+def _found() -> "weakref.WeakKeyDictionary[type, BatchType | None]":
+    """Return what was found for the classes of this process's batches."""
+    return weakref.WeakKeyDictionary()
 
-    def add(self, kind: type, known: BatchType) -> None:
-        self._registered[kind] = known
-        self._found.clear()
 
-    def find(self, kind: type) -> BatchType | None:
-        try:
-            return self._found[kind]
-        except KeyError:
-            known = (self._registered.get(base) or find_ready(base) for base in kind.__mro__)
-            found = next((k for k in known if k is not None), None)
-            self._found[kind] = found
-            return found
+def _find(kind: type) -> BatchType | None:
+    try:
+        return _found()[kind]
+    except KeyError:
+        known = (_registered().get(base) or find_ready(base) for base in kind.__mro__)
+        found = _found()[kind] = next((k for k in known if k is not None), None)
+        return found
 
 
 _NO_ROWS = "Leave out a last batch with fewer rows than ranks, as by drop_last=True, or pass it"

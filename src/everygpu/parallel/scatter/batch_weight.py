@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from everygpu import comm
 from everygpu.errors import OptionError
+from everygpu.keys import unwrap
 from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.parallel.sharded.layout import DeviceWeights
@@ -24,6 +25,7 @@ def weigh_batch(
     kwargs: Mapping[str, Any],
     targets: Sequence[Any] = (),
     *,
+    module: nn.Module,
     loss: Any = None,
     dim: int,
     num_devices: int,
@@ -37,6 +39,7 @@ def weigh_batch(
         caller: For errors.
         args, kwargs: Of the model.
         targets: Of the loss.
+        module: Returns the loss, where there is none to call.
         loss: Called with the output and the targets; None where the model returns it.
         dim: Where the rows are.
         num_devices: As for ``find_rows``.
@@ -46,7 +49,7 @@ def weigh_batch(
         OptionError: weight doesn't take these arguments, or returns no number.
     """
     if weight is None:
-        counted = _count_labels(kwargs) if loss is None else _count_targets(loss, targets)
+        counted = _count_labels(kwargs, module) if loss is None else _count_targets(loss, targets)
         if counted is not None:
             return counted
         rows = find_rows(name_arguments(args, kwargs), dim, num_devices)
@@ -59,16 +62,16 @@ def weigh_batch(
     return _number(found, caller)
 
 
-def weigh_shares(call: Call, weight: Weight | None, home: torch.device) -> None:
+def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: torch.device) -> None:
     """Note how much the result of each replica of a call counts, where that isn't by its rows."""
     found: list[float | Tensor | None]
     if call.rows is None or call.counts_alike:
         return
     if weight is None:
-        found = [_count_labels(kwargs) for kwargs in call.kwargs]
+        found = [_count_labels(kwargs, module) for kwargs in call.kwargs]
     else:
         shares = zip(call.args, call.kwargs)
-        found = [weigh_batch(weight, "DataParallel", a, k, dim=0, num_devices=1) for a, k in shares]
+        found = [weigh_batch(weight, "DataParallel", a, k, module=module, dim=0, num_devices=1) for a, k in shares]
     numbers = [x for x in found if x is not None]
     if len(numbers) < len(found):
         return
@@ -84,10 +87,18 @@ def _at(home: torch.device, x: float | Tensor) -> Tensor:
     return torch.full((), x, dtype=torch.float64, device=home)
 
 
-def _count_labels(kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Count the ``labels`` that aren't -100, as a model of ``transformers`` averages its loss over them."""
+def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:
+    """Count the ``labels`` that aren't -100, as a model of ``transformers`` averages its loss over them.
+
+    A causal language model, known by the name of its class, leaves out each row's first one, which nothing predicts.
+    """
     labels = kwargs.get("labels")
-    return torch.ne(labels, -100).sum() if isinstance(labels, Tensor) and _are_classes(labels) else None
+    if not isinstance(labels, Tensor) or not _are_classes(labels):
+        return None
+    name = type(unwrap(module)).__name__
+    if labels.ndim > 1 and ("CausalLM" in name or "LMHead" in name):
+        labels = labels[:, 1:]
+    return torch.ne(labels, -100).sum()
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
