@@ -238,10 +238,12 @@ class _RecordedThreads(ThreadState):
         super().__init__(devices)
         self._tape = current_tape()
 
-    @contextlib.contextmanager
-    def _restored(self, device: torch.device) -> Iterator[None]:
-        with super()._restored(device), contextlib.nullcontext() if self._tape is None else _Recorder(self._tape):
-            yield
+    def run(self, context: Any, device: torch.device, function: Callable[[], Any], mode: Any = None) -> Any:
+        def recorded() -> Any:
+            with contextlib.nullcontext() if self._tape is None else _Recorder(self._tape):
+                return function()
+
+        return super().run(context, device, recorded, mode)
 
 
 class _Stream:

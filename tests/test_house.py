@@ -160,5 +160,7 @@ def test_files_that_a_page_names_exist(page):
 
 
 def test_files_that_there_are_none_of_are_found():
-    text = "`tree.py`, `parallel/gather.py` and `parallel/sharded/` exist; `arena.py`, `step/tree.py`, `recording/` don't"
+    text = (
+        "`tree.py`, `parallel/gather.py` and `parallel/sharded/` exist; `arena.py`, `step/tree.py`, `recording/` don't"
+    )
     assert missing_files(text) == {"arena.py", "step/tree.py", "recording/"}

@@ -32,7 +32,7 @@ def test_torch_function_can_be_left_out():
 
 
 def test_collectives_that_are_not_done_are_described(monkeypatch):
-    """By the newest torch's answer; tests/faults/test_b13_watchdog.py has torch itself answer, in two ranks."""
+    """By the newest torch's answer; tests/faults/test_watchdog.py has torch itself answer, in two ranks."""
     done = {"profiling_name": "nccl:broadcast", "state": "completed", "retired": False}
     retired = {"profiling_name": "gloo:broadcast", "state": "scheduled", "retired": True}
     waiting = {

@@ -190,7 +190,7 @@ def parse(path: Path) -> ast.Module:
 def definition(name: str, module: str) -> ast.ClassDef | ast.FunctionDef:
     """Find where a module defines a name, or the module that it imports it from does."""
     folder = SOURCE.joinpath(*module.split("."))
-    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    path = folder.with_suffix(".py") if folder.with_suffix(".py").exists() else folder / "__init__.py"
     for node in statements(parse(path)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node

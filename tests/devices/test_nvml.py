@@ -11,36 +11,32 @@ from everygpu.devices import nvml
 from everygpu.devices.nvml import DriverSample, NvmlFailure, name_processes, sample_devices, sample_driver
 from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, mig_gpu, two_h200s
 
+NOT_FOUND, NOT_LOADED = FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED
+MISMATCH = FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
 
-def test_two_idle_gpus_in_pci_order():
-    first, second = sample_devices(FakeNvml(*two_h200s()))
+
+def test_gpus_in_pci_order_with_what_they_report():
+    processes = [(4711, 8 * GIB), (4712, None)]
+    busy = {"used": 3 * GIB, "utilization": 97, "processes": processes, "temperature": 88, "slowdowns": 4 | 0x20 | 0x80}
+    first, second = sample_devices(FakeNvml(*two_h200s(**busy)))
     assert (first.index, second.index) == (0, 1)
     assert (first.uuid, second.uuid) == H200_UUIDS
-    assert first.name == "NVIDIA H200"
-    assert first.utilization_pct == 0.0
-    assert first.processes == ()
-    assert first.mig_instances is None
+    assert (first.name, first.utilization_pct, first.processes, first.mig_instances) == ("NVIDIA H200", 0.0, (), None)
     assert first.label == "GPU 0"
-
-
-def test_what_the_driver_reserves_is_not_free():
-    (sample,) = sample_devices(FakeNvml(Gpu(total=140 * GIB, used=3 * GIB, reserved=GIB)))
-    assert sample.total_memory_bytes == 140 * GIB
-    assert sample.free_memory_bytes == 136 * GIB
-
-
-def test_busy_gpu_with_processes():
-    processes = [(4711, 8 * GIB), (4712, None)]
-    busy = sample_devices(FakeNvml(*two_h200s(utilization=97, processes=processes)))[1]
-    assert busy.utilization_pct == 97.0
-    assert busy.processes == ((4711, 8 * GIB), (4712, None))
+    assert second.total_memory_bytes == 140 * GIB
+    assert second.free_memory_bytes == 136 * GIB  # what the driver reserves is not free
+    assert (second.utilization_pct, second.processes) == (97.0, ((4711, 8 * GIB), (4712, None)))
+    assert second.temperature_c == 88.0
+    assert second.slowdowns == ("software thermal slowdown", "power brake")
+    with pytest.raises(FrozenInstanceError):
+        first.index = 3
 
 
 def test_what_a_gpu_does_not_report_is_none():
-    (sample,) = sample_devices(FakeNvml(Gpu(name="NVIDIA GB10", total=None, utilization=None)))
+    (sample,) = sample_devices(FakeNvml(Gpu(name="NVIDIA GB10", total=None, utilization=None, temperature=None)))
     assert sample.name == "NVIDIA GB10"
     assert sample.total_memory_bytes is sample.free_memory_bytes is None
-    assert sample.utilization_pct is None
+    assert sample.utilization_pct is sample.temperature_c is None
 
 
 def test_mixed_box_keeps_each_gpu_its_own_numbers():
@@ -49,19 +45,22 @@ def test_mixed_box_keeps_each_gpu_its_own_numbers():
     assert names == {"NVIDIA T400": 4 * GIB, "NVIDIA H200": 140 * GIB}
 
 
+@pytest.mark.parametrize("idle_or_capped", [0, 1, 2, 4, None])
+def test_idle_and_power_capped_clocks_are_no_slowdown(idle_or_capped):
+    (sample,) = sample_devices(FakeNvml(Gpu(slowdowns=idle_or_capped)))
+    assert sample.slowdowns == ()
+
+
 def test_mig_instances_are_listed_under_their_gpu():
     (sample,) = sample_devices(FakeNvml(mig_gpu()))
-    assert sample.utilization_pct is None
-    assert [instance.uuid for instance in sample.mig_instances] == list(MIG_UUIDS)
+    assert sample.utilization_pct is sample.instance is None
+    assert [part.uuid for part in sample.mig_instances] == list(MIG_UUIDS)
+    assert [part.label for part in sample.mig_instances] == ["GPU 0:0", "GPU 0:1"]
     instance = sample.mig_instances[1]
-    assert instance.index == sample.index
-    assert instance.total_memory_bytes == 20 * GIB
+    assert (instance.index, instance.instance, instance.total_memory_bytes) == (0, 1, 20 * GIB)
     assert instance.mig_instances is None
-
-
-def test_mig_mode_without_instances_is_not_mig_mode_off():
-    (sample,) = sample_devices(FakeNvml(mig_gpu(num_instances=0)))
-    assert sample.mig_instances == ()
+    (without,) = sample_devices(FakeNvml(mig_gpu(num_instances=0)))
+    assert without.mig_instances == ()  # which isn't MIG mode off
 
 
 def test_lost_gpu_is_left_out_and_the_others_keep_their_index(caplog):
@@ -73,12 +72,7 @@ def test_lost_gpu_is_left_out_and_the_others_keep_their_index(caplog):
 
 
 @pytest.mark.parametrize(
-    ("code", "level"),
-    [
-        (FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, logging.INFO),
-        (FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, logging.INFO),
-        (FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, logging.WARNING),
-    ],
+    ("code", "level"), [(NOT_FOUND, logging.INFO), (NOT_LOADED, logging.INFO), (MISMATCH, logging.WARNING)]
 )
 def test_absent_driver_is_told_quietly_and_a_broken_one_aloud(code, level, caplog):
     caplog.set_level(logging.INFO, logger="everygpu")
@@ -86,30 +80,26 @@ def test_absent_driver_is_told_quietly_and_a_broken_one_aloud(code, level, caplo
     (record,) = caplog.records
     assert record.levelno == level
     assert "NVML" in record.message
-
-
-def test_no_gpu_but_a_driver_is_an_empty_list():
-    assert sample_devices(FakeNvml()) == []
+    assert sample_driver(FakeNvml(fail_init=code)) == NvmlFailure(
+        is_absent=level == logging.INFO, text=f"NVML error {code}"
+    )
 
 
 @pytest.mark.parametrize("gpus", [two_h200s(), (Gpu(lost=True),), ()])
 def test_nvml_is_shut_down_whatever_happens(gpus):
     library = FakeNvml(*gpus)
-    sample_devices(library)
+    assert len(sample_devices(library)) == len([gpu for gpu in gpus if not gpu.lost])
     assert library.num_open == 0
 
 
-def test_nvml_is_shut_down_when_the_count_fails(monkeypatch):
+@pytest.mark.parametrize("name", ["nvmlDeviceGetCount", "nvmlShutdown"])
+def test_a_failing_query_or_shutdown(monkeypatch, name):
     library = FakeNvml(*two_h200s())
-    monkeypatch.setattr(library, "nvmlDeviceGetCount", lambda: library._fail(999))
-    assert sample_devices(library) is None
-    assert library.num_open == 0
-
-
-def test_failing_shutdown_does_not_lose_the_answer(monkeypatch):
-    library = FakeNvml(*two_h200s())
-    monkeypatch.setattr(library, "nvmlShutdown", lambda: library._fail(999))
-    assert len(sample_devices(library)) == 2
+    shutdown = library.nvmlShutdown
+    monkeypatch.setattr(library, name, lambda: library._fail(999))
+    assert (sample_devices(library) is None) == (name == "nvmlDeviceGetCount")
+    assert library.num_open == (name == "nvmlShutdown")
+    shutdown()
 
 
 def test_other_exceptions_are_not_swallowed(monkeypatch):
@@ -120,46 +110,14 @@ def test_other_exceptions_are_not_swallowed(monkeypatch):
     assert library.num_open == 0
 
 
-def test_without_the_package_the_answer_is_none(monkeypatch, caplog):
+def test_the_package_is_asked_by_default_and_may_be_missing(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*two_h200s()))
+    assert len(sample_devices()) == 2
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes import raise ImportError
     assert sample_devices() is None
     assert "nvidia-ml-py" in caplog.text
-
-
-def test_the_package_is_what_is_asked_by_default(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*two_h200s()))
-    assert len(sample_devices()) == 2
-
-
-def test_samples_do_not_change():
-    (sample,) = sample_devices(FakeNvml(Gpu()))
-    with pytest.raises(FrozenInstanceError):
-        sample.index = 3
-
-
-def test_temperature_and_slowdowns():
-    hot = Gpu(temperature=88, slowdowns=0x04 | 0x20 | 0x80)
-    (sample,) = sample_devices(FakeNvml(hot))
-    assert sample.temperature_c == 88.0
-    assert sample.slowdowns == ("software thermal slowdown", "power brake")
-
-
-@pytest.mark.parametrize("idle_or_capped", [0, 1, 2, 4, None])
-def test_idle_and_power_capped_clocks_are_no_slowdown(idle_or_capped):
-    (sample,) = sample_devices(FakeNvml(Gpu(slowdowns=idle_or_capped)))
-    assert sample.slowdowns == ()
-
-
-def test_a_temperature_that_is_not_reported_is_none():
-    (sample,) = sample_devices(FakeNvml(Gpu(temperature=None)))
-    assert sample.temperature_c is None
-
-
-def test_instances_have_a_number_on_their_gpu():
-    (gpu,) = sample_devices(FakeNvml(mig_gpu()))
-    assert gpu.instance is None
-    assert [part.instance for part in gpu.mig_instances] == [0, 1]
-    assert [part.label for part in gpu.mig_instances] == ["GPU 0:0", "GPU 0:1"]
+    assert "nvidia-ml-py" in sample_driver().text
+    assert name_processes([7]) == {}
 
 
 def test_driver_and_the_cuda_it_serves():
@@ -169,34 +127,15 @@ def test_driver_and_the_cuda_it_serves():
     assert library.num_open == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "absent"),
-    [(FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, True), (FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, False)],
-)
-def test_driver_that_does_not_answer_says_why(code, absent):
-    assert sample_driver(FakeNvml(fail_init=code)) == NvmlFailure(is_absent=absent, text=f"NVML error {code}")
-
-
-def test_driver_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py" in sample_driver().text
-    assert name_processes([7]) == {}
-
-
 def test_names_of_processes_that_may_be_known():
     assert name_processes([7, 9, 4711], FakeNvml()) == {7: "/usr/bin/python3", 4711: "python"}
     assert name_processes([7], FakeNvml(fail_init=9)) == {}
 
 
 @pytest.mark.gpu
-def test_real_nvml_knows_temperature_and_driver():
-    assert all(0 < sample.temperature_c < 110 for sample in sample_devices())
-    assert sample_driver().cuda_version >= (11, 0)
-
-
-@pytest.mark.gpu
 @pytest.mark.alone
 def test_real_nvml_agrees_with_torch():
+    assert sample_driver().cuda_version >= (11, 0)
     by_uuid = {sample.uuid: sample for sample in nvml.sample_devices()}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -206,6 +145,7 @@ def test_real_nvml_agrees_with_torch():
         assert 0.9 * sample.total_memory_bytes < properties.total_memory <= sample.total_memory_bytes
         assert 0 < sample.free_memory_bytes <= sample.total_memory_bytes
         assert sample.utilization_pct is None or 0 <= sample.utilization_pct <= 100
+        assert 0 < sample.temperature_c < 110
 
 
 @pytest.mark.gpu

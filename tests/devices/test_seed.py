@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import everygpu
 from everygpu.devices.seed import derive_seed, seed_all, spread_generators, spread_seeds
 from everygpu.errors import OptionError
 
@@ -55,10 +54,6 @@ def test_what_is_no_seed(wrong):
     with pytest.raises(OptionError, match="is no seed. Pass a whole number") as caught:
         seed_all(wrong)
     assert repr(wrong) in str(caught.value)
-
-
-def test_public_name():
-    assert everygpu.seed_all is seed_all
 
 
 def test_derived_seeds_are_those_of_splitmix64():

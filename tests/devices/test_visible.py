@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import everygpu
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
     pick_visible,
@@ -146,7 +145,7 @@ def test_any_list_is_cut_at_the_first_bad_entry_or_emptied_by_a_double(entries, 
         assert picked == (good if len(set(good)) == len(good) else [])
 
 
-@given(text=st.text(max_size=40) | st.text("0123456789,- GPU", max_size=20), num_devices=st.integers(0, 4))
+@given(text=st.text("0123456789,- \tGPUMIgxé٣\0", max_size=40), num_devices=st.integers(0, 4))
 def test_any_text_gives_distinct_devices_that_exist(text, num_devices):
     picked = pick_visible(text, [make_sample(index).uuid for index in range(num_devices)])
     assert len(set(picked)) == len(picked)
@@ -179,12 +178,6 @@ def test_gpu_in_mig_mode_stands_for_its_first_instance():
 def test_gpu_in_mig_mode_without_instances_is_no_device():
     box = sample_devices(FakeNvml(mig_gpu(num_instances=0), Gpu()))
     assert [d.uuid for d in resolve_environ({}, box)] == [A]
-
-
-def test_environment_is_read_as_given():
-    box = [make_sample(0), make_sample(1)]
-    assert [d.index for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, box)] == [1]
-    assert [d.index for d in resolve_environ({}, box)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -286,10 +279,6 @@ def test_no_accelerator_is_an_empty_list(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert visible_devices() == []
-
-
-def test_public_name():
-    assert everygpu.visible_devices is visible_devices
 
 
 def test_choosing_devices_does_not_load_torch():

@@ -75,7 +75,7 @@ def loader_of(do, **options):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_b15_a_killed_worker_is_a_typed_error(options, prefetch):
+def test_a_killed_worker_is_a_typed_error(options, prefetch):
     feeder = Feeder(loader_of(kill_oneself, **options), ["cpu"] * 2, prefetch=prefetch)
     with pytest.raises(WorkerError, match=r"died: pid \d+ was ended by SIGKILL\. The kernel's out-of-memory killer"):
         drain(feeder)
@@ -84,13 +84,13 @@ def test_b15_a_killed_worker_is_a_typed_error(options, prefetch):
 
 @pytest.mark.slow  # on a machine that does nothing else
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_b15_a_killed_worker_is_noticed_within_two_seconds(prefetch):
+def test_a_killed_worker_is_noticed_within_two_seconds(prefetch):
     with pytest.raises(WorkerError):
         drain(Feeder(loader_of(kill_oneself), ["cpu"] * 2, prefetch=prefetch))
     assert drain.seconds < 2
 
 
-def test_b15_a_worker_killed_while_the_loop_computes():
+def test_a_worker_killed_while_the_loop_computes():
     loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=2, prefetch_factor=1)
     feed = iter(Feeder(loader, "cpu", prefetch=1))
     next(feed)
@@ -102,13 +102,13 @@ def test_b15_a_worker_killed_while_the_loop_computes():
     assert_nothing_left()
 
 
-def test_b15_a_worker_that_exits():
+def test_a_worker_that_exits():
     with pytest.raises(WorkerError, match=r"ended with exit status 3\. Run with num_workers=0"):
         drain(Feeder(loader_of(exit_at_once), "cpu"))
     assert_nothing_left()
 
 
-def test_b15_the_loader_can_be_used_again():
+def test_the_loader_can_be_used_again():
     loader = loader_of(kill_oneself, persistent_workers=True)
     feeder = Feeder(loader, "cpu")
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_b15_the_loader_can_be_used_again():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
-def test_b16_a_stopped_worker_is_a_timeout(options):
+def test_a_stopped_worker_is_a_timeout(options):
     feed = iter(Feeder(loader_of(stop_oneself, **options), ["cpu"] * 2, timeout=0.7))
     while not any("stopped" in state_of(worker.pid) for worker in multiprocessing.active_children()):
         time.sleep(0.01)
@@ -128,7 +128,7 @@ def test_b16_a_stopped_worker_is_a_timeout(options):
     assert_nothing_left()
 
 
-def test_b16_leaving_the_loop_with_a_stopped_worker(monkeypatch):
+def test_leaving_the_loop_with_a_stopped_worker(monkeypatch):
     monkeypatch.setattr("everygpu.feed.one_pass.GRACE_S", 0.3)
     loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=1)
     feed = iter(Feeder(loader, "cpu"))
@@ -139,7 +139,7 @@ def test_b16_leaving_the_loop_with_a_stopped_worker(monkeypatch):
     assert_nothing_left()
 
 
-def test_b16_a_slow_loader_without_workers_is_a_timeout():
+def test_a_slow_loader_without_workers_is_a_timeout():
     feeds = []
 
     def load():
@@ -155,7 +155,7 @@ def test_b16_a_slow_loader_without_workers_is_a_timeout():
     assert_nothing_left()
 
 
-def test_b16_a_batch_in_time_is_none():
+def test_a_batch_in_time_is_none():
     loader = DataLoader(Faulty(lambda: time.sleep(0.3), at=5), batch_size=2, num_workers=1)
     assert len(list(Feeder(loader, "cpu", timeout=60))) == 50
 
@@ -227,7 +227,7 @@ def interrupt(process, times, whole_group):
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "kill"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_b17_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group):
+def test_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group):
     process = start(SCRIPT.format(item="pass"), tmp_path, "-m", "everygpu", "run", "--cpu")
     workers, code, out, err = interrupt(process, times, whole_group)
     assert len(workers) == 2
@@ -240,7 +240,7 @@ def test_b17_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group)
 
 
 @pytest.mark.usefixtures("warm_python")
-def test_b17_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
+def test_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
     item = "time.sleep(0 if i < 20 else 600)"
     process = start(SCRIPT.format(item=item), tmp_path, "-m", "everygpu", "run", "--cpu")
     workers, code, out, err = interrupt(process, 1, whole_group=True)
@@ -250,7 +250,7 @@ def test_b17_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
 
 
 @pytest.mark.usefixtures("warm_python")
-def test_b17_without_everygpu_run(tmp_path):
+def test_without_everygpu_run(tmp_path):
     process = start(SCRIPT.format(item="pass"), tmp_path)
     workers, code, out, err = interrupt(process, 1, whole_group=True)
     assert code == -signal.SIGINT, err  # which a shell shows as 130

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,8 @@ def convert(
     strip_prefix: str = "",
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-    writing: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Outcome:
-    """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete.
-
-    ``writing`` is entered while the result is written, with the number of bytes that its tensors have.
-    """
+    """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete."""
     target = _SUFFIXES.get(destination.suffix)
     if target is None:
         raise OptionError(
@@ -65,11 +60,7 @@ def convert(
         model = _each(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     left_out = {*contents.parts, *contents.extras} - {"model"}
-    with (
-        must_be_writable(destination, "convert"),
-        writing(sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)),
-        new_file(destination) as temporary,
-    ):
+    with must_be_writable(destination, "convert"), new_file(destination) as temporary:
         if target == "safetensors":
             left_out |= model.keys() - tensors.keys()
             for name, tensor in tensors.items():

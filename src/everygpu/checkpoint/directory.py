@@ -144,13 +144,6 @@ def new_file(path: Path) -> Iterator[Path]:
             _remove(new)
 
 
-def written_bytes(path: Path) -> int:
-    """Count what was written of the file that is to take the path's place."""
-    with suppress(OSError):  # it takes that place at any moment
-        return beside(Path(os.path.realpath(path)), "tmp").stat().st_size
-    return 0
-
-
 def find_directory(path: Path) -> Path:
     """Find the checkpoint under a path, also where a save was cut off between two renames."""
     for _ in range(_LOOKS):

@@ -113,19 +113,16 @@ def _measure_all(
     console.out(describe_where(machine, conditions["num_devices"], on_cpu))
     rows: list[dict[str, Any]] = []
     try:
-        with show_bar("measuring", len(models) * len(peers), unit="rows") as bar:
-            for model in models:
-                earlier: list[dict[str, Any]] = []
-                for peer in peers:
-                    bar.say(f"{model}: {peer}")
+        for model in models:
+            earlier: list[dict[str, Any]] = []
+            for peer in peers:
+                with show_bar(f"measuring {model}: {peer}, row {len(rows) + 1} of {len(models) * len(peers)}"):
                     row = run_row(model, peer, timeout, conditions)
-                    earlier.append(row | {"efficiency": find_efficiency(row, earlier)})
-                    rows.append(earlier[-1])
-                    bar.advance_by()
-                    with bar.paused():
-                        if len(earlier) == 1:
-                            console.out(f"\n{model}\n{table_line([head for head, _ in COLUMNS])}")
-                        console.out(harmless(describe_row(earlier[-1])))
+                earlier.append(row | {"efficiency": find_efficiency(row, earlier)})
+                rows.append(earlier[-1])
+                if len(earlier) == 1:
+                    console.out(f"\n{model}\n{table_line([head for head, _ in COLUMNS])}")
+                console.out(harmless(describe_row(earlier[-1])))
     finally:
         if rows and json_file is not None:  # what was measured is kept, however it ends
             json_file.write_text(write_json(machine, rows), encoding="utf-8")

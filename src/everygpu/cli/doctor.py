@@ -28,7 +28,7 @@ def find_faults(quick: bool, as_json: bool) -> None:
     Checks versions, health and limits, and copies known bytes between every two GPUs; training then trusts the
     result. Exit code 3: the GPUs can't be used.
     """
-    with show_bar("looking at drivers, torch and GPUs", unit="", quiet=as_json):
+    with show_bar("looking at drivers, torch and GPUs", quiet=as_json):
         from everygpu.devices.doctor import diagnose
 
         diagnosis = diagnose(os.environ, test_peers=not quick)

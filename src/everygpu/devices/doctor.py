@@ -105,24 +105,9 @@ def check_driver(driver: DriverSample | NvmlFailure, num_boards: int) -> Finding
 
 def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Look at whether torch was built for this driver and these GPUs, and sees them."""
-    if isinstance(driver, DriverSample) and not build.is_rocm:
-        serves = driver.cuda_version
-        fault = None
-        if build.cuda_version is None:
-            message = f"torch {build.version} is built without CUDA, and there are NVIDIA GPUs"
-            fault = Finding("torch", "error", message, "Install a CUDA build of torch.")
-        elif serves is not None and build.cuda_version[0] > serves[0]:
-            message = f"torch is built for CUDA {_dotted(build.cuda_version)}, the driver serves {_dotted(serves)}"
-            fault = Finding("torch", "error", message, f"Update the driver, or install a torch for CUDA {serves[0]}.")
-        elif build.num_devices == 0 and (text := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-            fix = "Unset CUDA_VISIBLE_DEVICES, or see `everygpu devices` for valid values."
-            fault = Finding("torch", "warning", f"torch sees no GPU under CUDA_VISIBLE_DEVICES={text!r}", fix)
-        elif build.num_devices == 0:
-            fix = "See whether nvidia-smi works, and whether this user may open /dev/nvidia*."
-            fault = Finding("torch", "error", "torch sees no GPU, and the driver does", fix)
-        if fault is not None:
-            yield fault
-            return
+    if isinstance(driver, DriverSample) and not build.is_rocm and (fault := _find_mismatch(build, driver, environ)):
+        yield fault
+        return
     kind = "no CUDA" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
     kind = "ROCm" if build.is_rocm else kind
     yield Finding("torch", "ok", f"torch {build.version} with {kind} sees {build.num_devices} GPU(s)")
@@ -136,6 +121,23 @@ def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: 
         yield Finding("nccl", "note", message, "Use Linux, or WSL, for NCCL.")
     elif build.num_devices > 1 and build.nccl_version is not None:
         yield Finding("nccl", "ok", f"NCCL {_dotted(build.nccl_version)}")
+
+
+def _find_mismatch(build: TorchBuild, driver: DriverSample, environ: Mapping[str, str]) -> Finding | None:
+    serves, text = driver.cuda_version, environ.get("CUDA_VISIBLE_DEVICES")
+    if build.cuda_version is None:
+        message = f"torch {build.version} is built without CUDA, and there are NVIDIA GPUs"
+        return Finding("torch", "error", message, "Install a CUDA build of torch.")
+    if serves is not None and build.cuda_version[0] > serves[0]:
+        message = f"torch is built for CUDA {_dotted(build.cuda_version)}, the driver serves {_dotted(serves)}"
+        return Finding("torch", "error", message, f"Update the driver, or install a torch for CUDA {serves[0]}.")
+    if build.num_devices:
+        return None
+    if text is not None:
+        fix = "Unset CUDA_VISIBLE_DEVICES, or see `everygpu devices` for valid values."
+        return Finding("torch", "warning", f"torch sees no GPU under CUDA_VISIBLE_DEVICES={text!r}", fix)
+    fix = "See whether nvidia-smi works, and whether this user may open /dev/nvidia*."
+    return Finding("torch", "error", "torch sees no GPU, and the driver does", fix)
 
 
 def _runs_on(architecture: str, capability: Version) -> bool:

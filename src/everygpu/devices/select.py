@@ -149,7 +149,7 @@ def choose(
     if len(fitting) < demand.num_required:
         found = f"Found {len(fitting)} of {demand.num_required} requested GPUs"
         if not devices:
-            raise DeviceError(f"{found}: this machine has none that can be seen. {use_cpu}")
+            raise DeviceError(f"{found}. {use_cpu}")
         raise DeviceError(
             f"{found}. Ask for fewer or for less, or wait. {use_cpu}\n{format_verdicts(devices, reasons)}"
         )
@@ -191,7 +191,7 @@ def _is_meant(device: DeviceSample, entry: int | str) -> bool:
 
 
 def format_verdicts(devices: Sequence[DeviceSample], reasons: Sequence[str | None]) -> str:
-    """Lay out devices and what speaks against each, one a line, in columns."""
+    """Format a table of devices, each with the reason why it doesn't fit."""
     rows = [("device", "name", "free", "total", "busy", "verdict")]
     for device, reason in zip(devices, reasons):
         busy = "?" if device.utilization_pct is None else f"{device.utilization_pct:g}%"

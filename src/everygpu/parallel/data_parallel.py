@@ -250,7 +250,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if self._lock.is_forked():
             self._prepare()
         with self._lock.lock, self._lock.inside():
-            outputs = self._engine.launch(inputs, kwargs) if method is None and replicas is None else None
+            is_launched = self._engine.launches and method is None and replicas is None
+            outputs = self._engine.launch(inputs, kwargs) if is_launched else None
             if len(self.replica_devices) == 1:
                 if outputs is not None:
                     return self._at_output_device(outputs[0])
@@ -331,12 +332,13 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         Source:
             ``torch.nn.DataParallel.scatter``.
         """
-        devices = self._parsed(device_ids)
+        is_ours = device_ids is self._ids
+        devices = self.replica_devices if is_ours else [parse_target(device) for device in device_ids]
         is_call = type(inputs) is tuple
         fits = isinstance(self.split, str) or len(self.split) == len(devices)
         split = self.split if fits else "chunk"
         call = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
-        if device_ids is not self._ids and (own := self._positions_of(devices)):
+        if not is_ours and (own := self._positions_of(devices)):
             call.positions = tuple(own[p] for p in call.positions)
         is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
         if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
@@ -352,8 +354,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         Source:
             ``torch.nn.DataParallel.replicate``. Within forward, replicas of the wrapped module persist.
         """
-        devices = self._parsed(device_ids)
-        positions = self._positions_of(devices)
+        is_ours = device_ids is self._ids
+        devices = self.replica_devices if is_ours else [parse_target(device) for device in device_ids]
+        positions = range(len(devices)) if is_ours else self._positions_of(devices)
         if positions is None or module is not self.module:
             return ReplicaSet(module, devices).refresh(range(len(devices)))
         if self._lock.is_inside():
@@ -416,15 +419,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             list(outputs), Joiner(device=device, dim=self.dim, call=call, is_sharded=self.gather_rule == "sharded")
         )
 
-    def _parsed(self, device_ids: Sequence[DeviceLike]) -> Sequence[torch.device]:
-        if device_ids is self._ids:
-            return self.replica_devices
-        return [parse_target(device) for device in device_ids]
-
     def _positions_of(self, devices: Sequence[torch.device]) -> Sequence[int] | None:
         """Return the replicas on these devices, each once; None where there are none."""
-        if devices is self.replica_devices:
-            return range(len(devices))
         free = dict(enumerate(self.replica_devices))
         found = []
         for device in devices:

@@ -27,9 +27,6 @@ reshape_alias: Any = torch.ops.aten._reshape_alias.default
 swap_tensors = torch._C._swap_tensor_impl
 """Exchange what two tensors are, in C++; ``torch.utils.swap_tensors`` refuses tensors that have views."""
 
-foreach_add_ = torch._foreach_add_
-"""Add a number to each tensor of a list in one launch; ``torch.foreach`` doesn't exist yet."""
-
 foreach_copy_ = torch._foreach_copy_
 """Copy a list of tensors into another in one launch."""
 

@@ -1,21 +1,17 @@
 """``everygpu checkpoint``: look at checkpoints of any format, check and convert them."""
 
-from importlib import import_module
 from typing import Any
 
 import click
 
+from everygpu.cli.checkpoint.convert import convert_checkpoint
+from everygpu.cli.checkpoint.show import show_checkpoint
+from everygpu.cli.checkpoint.verify import verify_checkpoint
 from everygpu.errors import CheckpointError
-
-_VERBS = {
-    "convert": ("convert_checkpoint", "Write the model in SRC to DST, as safetensors or .pt."),
-    "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
-    "verify": ("verify_checkpoint", "Check a checkpoint against its SHA256SUMS, or that it can be read."),
-}
 
 
 class _Group(click.Group):
-    """Imports a verb when it is asked for: they need torch, which `everygpu run` must not load before its time."""
+    """Shows what the system says of a path as an error of a checkpoint."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -24,19 +20,6 @@ class _Group(click.Group):
             raise
         except OSError as cause:  # such as a path that may not be looked at, or is too long
             raise CheckpointError(f"checkpoint: A path can't be read or written: {cause}. Check its rights.") from cause
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _VERBS:
-            return None
-        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), _VERBS[cmd_name][0])
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
 
 
 @click.group("checkpoint", cls=_Group)
@@ -47,3 +30,7 @@ def checkpoint() -> None:
     shards, or a directory of torch.distributed.checkpoint, Transformers or Accelerate. Nothing in them is
     executed.
     """
+
+
+for command in (convert_checkpoint, show_checkpoint, verify_checkpoint):
+    checkpoint.add_command(command)

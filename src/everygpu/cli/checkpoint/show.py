@@ -4,17 +4,18 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.tree import Tree
-from torch import Tensor
 
-from everygpu.checkpoint.load import read_any
-from everygpu.checkpoint.parts import Contents, is_optimizer_state
-from everygpu.checkpoint.values import identity
 from everygpu.cli.output import UserPath, harmless, make_console, plain
 from everygpu.units import format_size
+
+if TYPE_CHECKING:  # the help doesn't wait for torch
+    from torch import Tensor
+
+    from everygpu.checkpoint.parts import Contents
 
 _MAX_TEXT = 60
 
@@ -24,7 +25,7 @@ class Node:
     """A module: what is in it and in the modules inside."""
 
     children: dict[str, "Node"] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: "dict[str, Tensor]" = field(default_factory=dict)
     num_tensors: int = 0
     num_values: int = 0
     size_bytes: int = 0
@@ -37,6 +38,8 @@ class Node:
 @click.option("--section", metavar="NAME", help="The state dict to show, where the file has several.")
 def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str | None) -> None:
     """Show the tensors in a checkpoint."""
+    from everygpu.checkpoint.load import read_any
+
     contents = read_any(path, section=section, with_values=False)
     console = make_console(10_000)
     if as_json:
@@ -49,15 +52,19 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
         console.print(build_tree(grow(tensors), path.name, depth))
 
 
-def tensors_of(contents: Contents) -> dict[str, Tensor]:
+def tensors_of(contents: "Contents") -> "dict[str, Tensor]":
     """Return the model's tensors; none where there is no model."""
+    from torch import Tensor
+
     model = contents.parts.get("model")
     values = {} if model is None else model.state["values"]
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def grow(tensors: Mapping[str, Tensor]) -> Node:
+def grow(tensors: "Mapping[str, Tensor]") -> Node:
     """Sort tensors into the modules their names tell of, and add up."""
+    from everygpu.checkpoint.values import identity
+
     root = Node()
     seen: set[object] = set()  # a tensor with several names counts once
     for name, tensor in tensors.items():
@@ -82,8 +89,10 @@ def build_tree(root: Node, name: str, depth: int | None) -> Tree:
     return tree
 
 
-def summarise(contents: Contents) -> Iterable[str]:
+def summarise(contents: "Contents") -> Iterable[str]:
     """Yield the lines above the tree."""
+    from everygpu.checkpoint.parts import is_optimizer_state
+
     yield f"format: {contents.format}"
     if contents.libraries:
         yield "written with: " + ", ".join(f"{name} {version}" for name, version in contents.libraries.items())
@@ -99,7 +108,7 @@ def summarise(contents: Contents) -> Iterable[str]:
         yield f"note: {note}"
 
 
-def describe(path: Path, contents: Contents) -> dict[str, Any]:
+def describe(path: Path, contents: "Contents") -> dict[str, Any]:
     """Make a record for JSON."""
     root = grow(tensors_of(contents))
     return {
@@ -120,7 +129,7 @@ def describe(path: Path, contents: Contents) -> dict[str, Any]:
     }
 
 
-def _others(contents: Contents) -> dict[str, Any]:
+def _others(contents: "Contents") -> dict[str, Any]:
     parts = {name: part for name, part in contents.parts.items() if name != "model"} | dict(contents.extras)
     return {name: part.state["values"] if part.kind == "module" else part.state for name, part in parts.items()}
 
@@ -139,11 +148,11 @@ def _totals(node: Node) -> str:
     return f"{tensors}, {node.num_values:,} values, {format_size(node.size_bytes)}"
 
 
-def _size(tensor: Tensor) -> int:
+def _size(tensor: "Tensor") -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _dtype(tensor: Tensor) -> str:
+def _dtype(tensor: "Tensor") -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -155,6 +164,8 @@ def _describe_optimizer(state: Mapping[str, Any]) -> str:
 
 
 def _brief(value: Any) -> str:
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return f"{_dtype(value)} {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from everygpu.checkpoint.verify import examine, total_bytes
 from everygpu.cli.output import UserPath, harmless, make_console, plain
 from everygpu.cli.progress_bar import show_bar
 from everygpu.units import format_size
@@ -12,7 +11,7 @@ from everygpu.units import format_size
 _INVALID = 4
 
 
-@click.command("verify")
+@click.command("verify", short_help="Check a checkpoint against its SHA256SUMS, or that it can be read.")
 @click.argument("path", type=UserPath(path_type=Path))
 @click.pass_context
 def verify_checkpoint(context: click.Context, path: Path) -> None:
@@ -20,8 +19,10 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
 
     Exits with 4 when something is wrong with it.
     """
-    with show_bar(f"verifying {path.name}", total_bytes(path)) as bar:
-        report = examine(path, bar.advance_by)
+    from everygpu.checkpoint.verify import examine, total_bytes  # not for the help
+
+    with show_bar(f"verifying {path.name}", total_bytes(path)) as count:
+        report = examine(path, count)
     console = make_console(10_000)
     for fault in report.faults:
         console.print(plain(fault))

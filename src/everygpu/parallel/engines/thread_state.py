@@ -104,29 +104,19 @@ class ThreadState:
         """Call a function in another thread as if from the captured one, with ``device`` current; see ``on_device``."""
 
         def call() -> T:
-            beside = self._on_streams_beside(device) if self._streams else nullcontext()
-            with self._restored(device), beside, self._on_device(device, mode):
+            with ExitStack() as stack:
+                enter = stack.enter_context
+                enter(self._modes.entered())
+                enter(self._packing())
+                for outer in self._function_modes:
+                    enter(_pushed(_for_device(outer, device)))
+                for d, stream in self._streams.items():  # a replica may read a tensor there that is no parameter
+                    if d != device and stream != torch.cuda.default_stream(d):
+                        enter(torch.cuda.stream(stream))
+                enter(self._on_device(device, mode))
                 return function()
 
         return context.run(call)
-
-    @contextmanager
-    def _restored(self, device: torch.device) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._modes.entered())
-            stack.enter_context(self._packing())
-            for mode in self._function_modes:
-                stack.enter_context(_pushed(_for_device(mode, device)))
-            yield
-
-    @contextmanager
-    def _on_streams_beside(self, device: torch.device) -> Iterator[None]:
-        """Enter the streams of the other devices: a replica may read a tensor there that is no parameter."""
-        with ExitStack() as stack:
-            for d, stream in self._streams.items():
-                if d != device and stream != torch.cuda.default_stream(d):
-                    stack.enter_context(torch.cuda.stream(stream))
-            yield
 
     def _on_device(self, device: torch.device | None, mode: "MakeMode | None") -> AbstractContextManager[None]:
         if device is None or device.type == "cpu":

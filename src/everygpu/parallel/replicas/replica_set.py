@@ -221,6 +221,7 @@ class _Replica:
         self.root = self._replica_of[id(tree.modules[0])]
         self.places = tree.places(self.modules)
         self.num_rows = 0
+        self._buffers = [(r, name) for m, r in zip(tree.modules, self.modules) for name in m._buffers]
         # Changes that forward makes to a replica's attributes are undone before the next.
         self._snapshot = Snapshot(self.modules)
         self._stale = set(range(len(self.modules)))
@@ -276,11 +277,11 @@ class _Replica:
     def _look_for_rows(self, changed: Sequence[nn.Module]) -> None:
         """Warn of tensors that forward has left in attributes, with as many entries as the replica had rows."""
         held = [(m, name, value) for m in changed for name, value in vars(m).items() if name not in TABLES]
-        held += [(m, name, value) for m in self.modules for name, value in m._buffers.items()]
+        held += [(m, name, m._buffers.get(name)) for m, name in self._buffers]
         found = [
             (module, name)
             for module, name, value in held
-            for t in (value if isinstance(value, (tuple, list)) else [value])
+            for t in (value if type(value) in (tuple, list) else [value])
             if isinstance(t, Tensor) and id(t) not in self._given and self.num_rows in t.shape
         ]
         if found:

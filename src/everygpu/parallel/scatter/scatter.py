@@ -80,7 +80,7 @@ def scatter_call(
     num_rows = find_rows(named, dim, len(devices), warns=True)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
     positions = plan.active if plan is not None else tuple(range(len(devices) if named else 1))
-    cutter = _Cutter(plan, positions, devices, dim)
+    cutter = _Cutter(num_rows, plan, positions, devices, dim)
     columns = []
     for name, value in named:
         try:
@@ -104,9 +104,14 @@ class _Cutter:
     """From one leaf of the arguments to one value per running replica."""
 
     def __init__(
-        self, plan: SplitPlan | None, positions: Sequence[int], all_devices: Sequence[torch.device], dim: int
+        self,
+        num_rows: int | None,
+        plan: SplitPlan | None,
+        positions: Sequence[int],
+        all_devices: Sequence[torch.device],
+        dim: int,
     ) -> None:
-        self.num_rows = None if plan is None else plan.num_rows
+        self.num_rows = num_rows
         self.rows = () if plan is None else tuple(plan.rows[p] for p in positions)
         self.positions = positions
         self.devices = [all_devices[p] for p in positions]

@@ -1,4 +1,4 @@
-"""b12: what a replica raises arrives as it was raised, replica and device are named, and the next call is right.
+"""What a replica raises arrives as it was raised, replica and device are named, and the next call is right.
 
 In backward the message comes from torch's own engine, as on one device.
 """
@@ -55,14 +55,14 @@ def check_all(model: everygpu.DataParallel, net: Net, engine: str) -> None:
                 check(model, net, place, replica, kind)
 
 
-def test_b12_in_threads() -> None:
+def test_in_threads() -> None:
     net = Net()
     check_all(everygpu.DataParallel(net, ["cpu"] * 2, engine="threads"), net, "threads")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
-def test_b12_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
     monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("eager"))
     net = CompiledNet()

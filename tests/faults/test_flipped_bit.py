@@ -1,4 +1,4 @@
-"""b20: one bit of one replica's copy of a weight flips: an error names parameter and replica."""
+"""One bit of one replica's copy of a weight flips: an error names parameter and replica."""
 
 import math
 from collections.abc import Callable

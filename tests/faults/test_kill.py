@@ -1,4 +1,4 @@
-"""b01: the process is killed while it saves; the old checkpoint loads, or the new one."""
+"""The process is killed while it saves; the old checkpoint loads, or the new one."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_b01_killed_at_random_times(tmp_path: Path, num_kills: int) -> None:
+def test_killed_at_random_times(tmp_path: Path, num_kills: int) -> None:
     outcome = kill_randomly(EVERYGPU, tmp_path, num_kills=num_kills)
     assert outcome["lost"] == 0
     assert outcome["old"] + outcome["new"] == num_kills
@@ -26,7 +26,7 @@ def test_b01_killed_at_random_times(tmp_path: Path, num_kills: int) -> None:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_b01_killed_at_every_boundary_between_files(
+def test_killed_at_every_boundary_between_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:  # as file systems that rename twice

@@ -1,4 +1,4 @@
-"""b10: a run that is killed and resumed, on other workers and replicas too, is the run that was not."""
+"""A run that is killed and resumed, on other workers and replicas too, is the run that was not."""
 
 import contextlib
 import os
@@ -101,7 +101,7 @@ def go_on(directory: Path, log: Path, num_replicas: int, num_workers: int) -> No
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_b10_killed_again_and_again(tmp_path: Path, num_replicas: int) -> None:
+def test_killed_again_and_again(tmp_path: Path, num_replicas: int) -> None:
     # In a process of its own too: how many threads compute decides the last bits.
     assert end_of(fork(partial(go_on, tmp_path / "whole", tmp_path / "expected", num_replicas, 0))) == 0
     expected = dict(read(tmp_path / "expected"))
@@ -147,7 +147,7 @@ CELLS = [(replicas, workers) for replicas in REPLICAS for workers in WORKERS]
 @pytest.mark.parametrize(
     ("num_replicas", "num_workers"), CELLS, ids=[f"from {r} replicas, {w} workers" for r, w in CELLS]
 )
-def test_b10_resumed_on_other_replicas_and_workers(tmp_path: Path, num_replicas: int, num_workers: int) -> None:
+def test_resumed_on_other_replicas_and_workers(tmp_path: Path, num_replicas: int, num_workers: int) -> None:
     expected = uninterrupted(tmp_path / "whole", num_replicas, up_to=9)
     interrupted = Training(tmp_path / "run", num_replicas, num_workers)
     interrupted.run([], up_to=6)

@@ -1,4 +1,4 @@
-"""b22: faults of many kinds, one after another: whole checkpoints, equal losses, nothing left.
+"""Faults of many kinds, one after another: whole checkpoints, equal losses, nothing left.
 
 ``python benchmarks/soak.py`` draws hundreds of them: docs/reliability.md shows what it found.
 """
@@ -31,7 +31,7 @@ def soak(tmp_path: Path, *options: str) -> list[dict[str, object]]:
     return records
 
 
-def test_b22_one_fault_after_another(tmp_path: Path) -> None:
+def test_one_fault_after_another(tmp_path: Path) -> None:
     records = soak(tmp_path, "--plan", PLAN)
     done = [fault["kind"] for record in records for fault in record["faults"]]  # type: ignore[attr-defined]
     assert len(done) == len(PLAN.split(","))
@@ -39,6 +39,6 @@ def test_b22_one_fault_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_b22_a_hundred_faults(tmp_path: Path) -> None:
+def test_a_hundred_faults(tmp_path: Path) -> None:
     records = soak(tmp_path, "--faults", "100", "--seed", "22")
     assert sum(len(record["faults"]) for record in records) >= 100  # type: ignore[arg-type]

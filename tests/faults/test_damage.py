@@ -1,4 +1,4 @@
-"""b03 and b04: a file is cut off, or one bit of it flipped; it is noticed, named, and stepped over."""
+"""A file is cut off, or one bit of it flipped; it is noticed, named, and stepped over."""
 
 import random
 from collections.abc import Callable
@@ -49,10 +49,10 @@ def try_faults(directory: Path, num_faults: int, fault: Callable[[Path, random.R
     return errors
 
 
-def test_b03_a_file_is_cut_off(tmp_path: Path) -> None:
+def test_a_file_is_cut_off(tmp_path: Path) -> None:
     errors = try_faults(tmp_path, 40, truncate)
     assert all(isinstance(error, CheckpointDamagedError) for error in errors)
 
 
-def test_b04_one_bit_is_flipped(tmp_path: Path) -> None:
+def test_one_bit_is_flipped(tmp_path: Path) -> None:
     assert len(try_faults(tmp_path, 60, flip_bit)) == 60

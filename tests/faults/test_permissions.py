@@ -1,4 +1,4 @@
-"""b08: umask, the group's directories and symbolic links are respected."""
+"""Umask, the group's directories and symbolic links are respected."""
 
 import os
 import stat
@@ -28,7 +28,7 @@ def modes(directory: Path) -> set[int]:
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077], ids=oct)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_b08_umask_decides_who_may_read(tmp_path: Path, mask: int, asynchronous: bool) -> None:
+def test_umask_decides_who_may_read(tmp_path: Path, mask: int, asynchronous: bool) -> None:
     model = Weights(1)
     parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "shuffle": torch.Generator()}
     with umask(mask), everygpu.CheckpointManager(tmp_path / "run", asynchronous=asynchronous, **parts) as checkpoints:
@@ -41,7 +41,7 @@ def test_b08_umask_decides_who_may_read(tmp_path: Path, mask: int, asynchronous:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no groups")
-def test_b08_a_directory_of_the_group_s_gives_its_group_on(tmp_path: Path) -> None:
+def test_a_directory_of_the_group_s_gives_its_group_on(tmp_path: Path) -> None:
     group = next((g for g in [*os.getgroups(), 12345] if g != os.getegid()), None)
     try:
         os.chown(tmp_path, -1, group)
@@ -57,7 +57,7 @@ def test_b08_a_directory_of_the_group_s_gives_its_group_on(tmp_path: Path) -> No
     assert stat.S_IMODE(path.stat().st_mode) == 0o2775
 
 
-def test_b08_the_permissions_a_checkpoint_was_given_stay(tmp_path: Path) -> None:
+def test_the_permissions_a_checkpoint_was_given_stay(tmp_path: Path) -> None:
     path = EVERYGPU.save(tmp_path / "ckpt", Weights(1))
     assert isinstance(path, Path)
     path.chmod(0o750)
@@ -65,7 +65,7 @@ def test_b08_the_permissions_a_checkpoint_was_given_stay(tmp_path: Path) -> None
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
 
 
-def test_b08_a_linked_checkpoint_is_written_where_it_points(tmp_path: Path) -> None:
+def test_a_linked_checkpoint_is_written_where_it_points(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "ckpt").symlink_to("disk/real")
     for version in (1, 2):
@@ -76,7 +76,7 @@ def test_b08_a_linked_checkpoint_is_written_where_it_points(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "disk") == ["real"]
 
 
-def test_b08_a_run_s_directory_may_be_a_link(tmp_path: Path) -> None:
+def test_a_run_s_directory_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to("disk")
     model = Weights(2)

@@ -1,4 +1,4 @@
-"""b17: Ctrl-C once ends a run with 130, twice ends it at once; no process and no thread of it is left."""
+"""Ctrl-C once ends a run with 130, twice ends it at once; no process and no thread of it is left."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def wait_until_gone(group: int) -> None:
         time.sleep(0.005)
 
 
-def test_b17_once_ends_the_run_when_its_checkpoint_is_written(tmp_path: Path) -> None:
+def test_once_ends_the_run_when_its_checkpoint_is_written(tmp_path: Path) -> None:
     with training(tmp_path, write_s=0.05) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
@@ -90,7 +90,7 @@ def test_b17_once_ends_the_run_when_its_checkpoint_is_written(tmp_path: Path) ->
     assert everygpu.load(tmp_path / "run", rng=True)["step"] == 3
 
 
-def test_b17_twice_ends_it_at_once(tmp_path: Path) -> None:
+def test_twice_ends_it_at_once(tmp_path: Path) -> None:
     with training(tmp_path, write_s=600.0) as process:
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout.readline() == "interrupted\n"  # two at once would be one
@@ -100,7 +100,7 @@ def test_b17_twice_ends_it_at_once(tmp_path: Path) -> None:
         wait_until_gone(process.pid)
 
 
-def test_b17_a_block_that_ctrl_c_leaves_doesnt_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_ctrl_c_leaves_doesnt_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_left, real = threading.Event(), os.fsync
 
     def fsync(descriptor: int) -> None:

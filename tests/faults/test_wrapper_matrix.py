@@ -1,4 +1,4 @@
-"""b09: saved from any wrapper on any number of replicas, loaded into any other; every cell bit-equal."""
+"""Saved from any wrapper on any number of replicas, loaded into any other; every cell bit-equal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def train(net: Net) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("wrapper", "num_replicas"), CELLS, ids=[f"from {name}" for name in NAMES])
-def test_b09_every_cell_is_bit_equal(tmp_path: Path, wrapper: str, num_replicas: int) -> None:
+def test_every_cell_is_bit_equal(tmp_path: Path, wrapper: str, num_replicas: int) -> None:
     net = Net(seed=1)
     optimizer = train(net)
     model = build(wrapper, num_replicas, net)

@@ -1,4 +1,4 @@
-"""b11: a replica that runs out of memory stops the call; memory is free again, the next step right."""
+"""A replica that runs out of memory stops the call; memory is free again, the next step right."""
 
 import gc
 import time
@@ -109,7 +109,7 @@ WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("engine", [pytest.param(e, marks=pytest.mark.slow if e == "compile" else ()) for e in WAYS])
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
-def test_b11_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
     monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("eager"))
     for way, options in WAYS[engine]:
@@ -126,7 +126,7 @@ def test_b11_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pyt
         run.model.release()
 
 
-def test_b11_a_recorded_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is a recording, and in its launches: acted out on the CPU."""
     tape.prepare([torch.device("cpu")], monkeypatch, fused=True, switch="everygpu.step.shards.can_fuse")
     run = Run("TrainStep", net=RecordableNet)

@@ -1,4 +1,4 @@
-"""b18: SIGTERM and SIGUSR1 in training, evaluation, warm-up and a save: a checkpoint, then exit 143."""
+"""SIGTERM and SIGUSR1 in training, evaluation, warm-up and a save: a checkpoint, then exit 143."""
 
 import faulthandler
 import gc
@@ -19,7 +19,7 @@ import everygpu
 from everygpu import CheckpointManager
 from everygpu.errors import OptionError
 from tests.faults.inject import fork
-from tests.faults.test_b10_resume import Training, read
+from tests.faults.test_resume import Training, read
 from tests.ranks.harness import running
 
 pytestmark = [
@@ -73,7 +73,7 @@ def saved_in(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("place", "step"), [("warm-up", 1), ("step 2", 2), ("evaluation", 3)])
-def test_b18_is_saved_at_the_next_step(tmp_path: Path, place: str, step: int, asynchronous: bool) -> None:
+def test_is_saved_at_the_next_step(tmp_path: Path, place: str, step: int, asynchronous: bool) -> None:
     number = USR1 if place == "step 2" else TERM
     assert end_of(partial(train, tmp_path / "run", at(place, number), asynchronous=asynchronous)) == 143
     assert saved_in(tmp_path / "run") == [step]
@@ -81,7 +81,7 @@ def test_b18_is_saved_at_the_next_step(tmp_path: Path, place: str, step: int, as
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_b18_in_a_save(tmp_path: Path, asynchronous: bool) -> None:
+def test_in_a_save(tmp_path: Path, asynchronous: bool) -> None:
     real, calls = os.fsync, []
 
     def fsync(descriptor: int) -> None:
@@ -101,12 +101,12 @@ def test_b18_in_a_save(tmp_path: Path, asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_b18_a_save_that_fails_is_no_143(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_save_that_fails_is_no_143(tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "run").write_text("in the way")
     assert end_of(partial(train, tmp_path / "run", at("step 2", TERM), asynchronous=asynchronous)) == 1
 
 
-def test_b18_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     def go_on(name: str, seed: int, stop_at: int) -> None:
         training = Training(tmp_path / name, 2, num_workers=0, seed=seed)
         training.resume()
@@ -133,7 +133,7 @@ def test_b18_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     ("signals", "again_s", "end"),
     [((TERM, TERM), 0.0, -TERM), ((TERM, TERM), 60.0, 143), ((TERM, USR1), 60.0, -USR1)],
 )
-def test_b18_a_second_one_ends_at_once(
+def test_a_second_one_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: tuple[int, ...], again_s: float, end: int
 ) -> None:
     monkeypatch.setattr(stop_signals, "AGAIN_S", again_s)
@@ -141,12 +141,12 @@ def test_b18_a_second_one_ends_at_once(
     assert saved_in(tmp_path / "run") == ([2] if end == 143 else [])
 
 
-def test_b18_after_the_last_save_it_ends_the_run_as_without_us(tmp_path: Path) -> None:
+def test_after_the_last_save_it_ends_the_run_as_without_us(tmp_path: Path) -> None:
     assert end_of(partial(train, tmp_path / "run", at("end", TERM))) == -TERM
     assert end_of(partial(train, tmp_path / "other", at("outside", TERM))) == -TERM
 
 
-def test_b18_of_a_handler_of_the_users_both_are_called(tmp_path: Path) -> None:
+def test_of_a_handler_of_the_users_both_are_called(tmp_path: Path) -> None:
     def work() -> None:
         heard: list[int] = []
         own = lambda number, frame: heard.append(number)  # noqa: E731
@@ -161,7 +161,7 @@ def test_b18_of_a_handler_of_the_users_both_are_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["ignored", "of C", "set later", "not asked for"])
-def test_b18_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
+def test_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
     def work() -> None:
         with open(tmp_path / "stacks", "w") as file:
             if what == "ignored":
@@ -187,7 +187,7 @@ def is_heard(number: int) -> bool:
     return signal.getsignal(number) is not signal.SIG_DFL
 
 
-def test_b18_handlers_are_there_while_a_manager_is_in_use(tmp_path: Path) -> None:
+def test_handlers_are_there_while_a_manager_is_in_use(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     first = CheckpointManager(tmp_path / "1", model=model)
     second = CheckpointManager(tmp_path / "2", signals=[TERM], model=model)
@@ -224,7 +224,7 @@ def train_by_ranks(directory: Path, signalled: int) -> None:
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_b18_all_ranks_stop_at_the_same_step(tmp_path: Path, signalled: int) -> None:
+def test_all_ranks_stop_at_the_same_step(tmp_path: Path, signalled: int) -> None:
     with running(train_by_ranks, tmp_path / "run", signalled, size=2, folder=tmp_path / "results") as ranks:
         assert ranks.wait() == [143, 143], ranks.said
     assert not any("RankError" in said for said in ranks.said)

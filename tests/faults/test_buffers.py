@@ -1,4 +1,4 @@
-"""b19: running statistics that a forward writes, where the loss of a batch is not finite."""
+"""Running statistics that a forward writes, where the loss of a batch is not finite."""
 
 import copy
 
@@ -58,11 +58,11 @@ def check_put_back(step, num_steps):
 
 
 @pytest.mark.parametrize("in_loss", [False, True], ids=["model", "loss"])
-def test_b19_statistics_are_as_before(devices, in_loss):
+def test_statistics_are_as_before(devices, in_loss):
     check_put_back(make(devices(2), in_loss=in_loss), 1)
 
 
-def test_b19_statistics_of_a_module_that_the_loss_refers_to(devices):
+def test_statistics_of_a_module_that_the_loss_refers_to(devices):
     step = make(devices(1), in_loss=True)
     module = step.loss
     step.loss = lambda output, target: module(output, target)
@@ -71,7 +71,7 @@ def test_b19_statistics_of_a_module_that_the_loss_refers_to(devices):
     assert module.norm.running_mean.isfinite().all()
 
 
-def test_b19_statistics_when_it_raises(devices):
+def test_statistics_when_it_raises(devices):
     step = make(devices(2), on_nonfinite="raise", capture=False)
     step(X, Y)
     before = buffers(step)
@@ -81,7 +81,7 @@ def test_b19_statistics_when_it_raises(devices):
 
 
 @pytest.mark.parametrize("in_loss", [False, True], ids=["model", "loss"])
-def test_b19_statistics_in_recorded_steps(devices, monkeypatch, in_loss):
+def test_statistics_in_recorded_steps(devices, monkeypatch, in_loss):
     used = devices(2)
     tape.prepare(used, monkeypatch, fused=True, switch="everygpu.step.shards.can_fuse")
     step = make(used, in_loss=in_loss)

@@ -1,4 +1,4 @@
-"""b23: objects made, used and dropped leave no thread, descriptor or memory, while another model trains.
+"""Objects made, used and dropped leave no thread, descriptor or memory, while another model trains.
 
 100 wrappers alone: tests/parallel/test_wrapper_life.py. Descriptors, and threads: the fixture of all tests.
 """
@@ -53,7 +53,7 @@ def feeder() -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [train_step, sharded_optimizer, feeder])
-def test_b23_objects_leave_nothing(make: Callable[[], list[Any]]) -> None:
+def test_objects_leave_nothing(make: Callable[[], list[Any]]) -> None:
     other, is_over, outputs = wrapped(), threading.Event(), []
 
     def use() -> None:

@@ -1,4 +1,4 @@
-"""b02: the disk is full; a typed error, the old checkpoint untouched, nothing temporary left."""
+"""The disk is full; a typed error, the old checkpoint untouched, nothing temporary left."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def assert_old_is_there(root: Path) -> None:
     assert version_of(EVERYGPU.load(root / "ckpt")) == 1
 
 
-def test_b02_a_write_fails_after_any_number_of_bytes(tmp_path: Path) -> None:
+def test_a_write_fails_after_any_number_of_bytes(tmp_path: Path) -> None:
     EVERYGPU.save(tmp_path / "ckpt", Weights(1))
     biggest = max(path.stat().st_size for path in files_of(tmp_path / "ckpt"))
     limits = [*range(0, 2000, 40), *range(2000, biggest, 700), biggest - 1]
@@ -35,7 +35,7 @@ def test_b02_a_write_fails_after_any_number_of_bytes(tmp_path: Path) -> None:
     assert len(limits) >= 100
 
 
-def test_b02_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     EVERYGPU.save(tmp_path / "ckpt", Weights(1))
     for name in ("mkdir", "fsync", "rename"):
         if name == "rename":  # as where two directories can't be exchanged in one step
@@ -68,7 +68,7 @@ def test_b02_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
-def test_b02_a_conversion_says_that_the_disk_is_full(tmp_path: Path, name: str) -> None:
+def test_a_conversion_says_that_the_disk_is_full(tmp_path: Path, name: str) -> None:
     torch.save(Weights(1).state_dict(), tmp_path / "a.pt")
     num_bytes = (tmp_path / "a.pt").stat().st_size
     for limit in (0, 1000, num_bytes // 2, num_bytes - 2000):
@@ -83,7 +83,7 @@ def test_b02_a_conversion_says_that_the_disk_is_full(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_b02_a_manager_keeps_what_it_has(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_manager_keeps_what_it_has(tmp_path: Path, asynchronous: bool) -> None:
     model = Weights(1)
     checkpoints = everygpu.CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous, model=model)
     checkpoints.save(1)
@@ -102,7 +102,7 @@ def test_b02_a_manager_keeps_what_it_has(tmp_path: Path, asynchronous: bool) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs to mount a small file system")
-def test_b02_a_small_file_system_is_really_full(tmp_path: Path) -> None:
+def test_a_small_file_system_is_really_full(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(tmp_path)], check=False)
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")

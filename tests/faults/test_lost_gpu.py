@@ -1,4 +1,4 @@
-"""b21: after an error that means a lost GPU a process makes no further CUDA call, keeps its saves, and ends with 6."""
+"""After an error that means a lost GPU a process makes no further CUDA call, keeps its saves, and ends with 6."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def error_of(code: int | None) -> BaseException:
     return error
 
 
-def test_b21_errors_of_a_lost_gpu_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_lost_gpu_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_ask_nvml", list)
     for code in (46, 214, 700, 719, 999):
         said = find_loss(error_of(code))
@@ -38,7 +38,7 @@ def test_b21_errors_of_a_lost_gpu_are_told_from_others(monkeypatch: pytest.Monke
     assert find_loss(torch.OutOfMemoryError()) is None
 
 
-def test_b21_the_replica_is_named_wherever_the_error_is_in_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replica_is_named_wherever_the_error_is_in_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_ask_nvml", lambda: ["GPU 1: GPU is lost"])
     error = error_of(719)
     error.__cause__ = ReplicaError("forward: replica 1 on cuda:1 failed, called with args[0] (2, 4).")
@@ -49,7 +49,7 @@ def test_b21_the_replica_is_named_wherever_the_error_is_in_the_chain(monkeypatch
     assert "lost a GPU: CUDA error 719, in replica 1 on cuda:1, GPU 1: GPU is lost. Start" in said
 
 
-def test_b21_nvml_knows_a_lost_gpu_though_the_error_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_knows_a_lost_gpu_though_the_error_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_ask_nvml", lambda: ["GPU 1: GPU is lost"])
     error = RuntimeError("cuBLAS error")
     assert find_loss(error) is None, "CUDA isn't in use"
@@ -57,7 +57,7 @@ def test_b21_nvml_knows_a_lost_gpu_though_the_error_is_another(monkeypatch: pyte
     assert "lost a GPU: GPU 1: GPU is lost. Start" in str(find_loss(error))
 
 
-def test_b21_nvml_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(gpus, "NVML_S", 0.05)
     monkeypatch.setattr(nvml, "find_lost", is_over.wait)
@@ -65,7 +65,7 @@ def test_b21_nvml_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over.set()
 
 
-def test_b21_nvml_names_those_that_do_not_answer() -> None:
+def test_nvml_names_those_that_do_not_answer() -> None:
     assert nvml.find_lost(FakeNvml(Gpu(), Gpu(lost=True), Gpu(total=None))) == ["GPU 1: NVML error 15"]
     assert nvml.find_lost(FakeNvml(fail_init=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED)) == []
 
@@ -115,7 +115,7 @@ else:
         pytest.param(["719", "caught"], 0, marks=pytest.mark.slow),
     ],
 )
-def test_b21_a_run_that_loses_a_gpu(tmp_path: Path, args: list[str], code: int) -> None:
+def test_a_run_that_loses_a_gpu(tmp_path: Path, args: list[str], code: int) -> None:
     (tmp_path / "train.py").write_text(LOSES_A_GPU)
     asked = command_of("run", "--cpu", "train.py", *args)
     done = subprocess.run(**asked, cwd=tmp_path, capture_output=True, check=False)
@@ -132,7 +132,7 @@ def test_b21_a_run_that_loses_a_gpu(tmp_path: Path, args: list[str], code: int) 
         assert "lost a GPU" not in done.stderr
 
 
-def test_b21_the_hook_of_the_script_is_called_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_of_the_script_is_called_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[object] = []
     own = lambda kind, error, trace: shown.append(error)  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", own)
@@ -170,7 +170,7 @@ class Beyond:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_b21_an_illegal_access_ends_a_run(tmp_path: Path) -> None:
+def test_an_illegal_access_ends_a_run(tmp_path: Path) -> None:
     """What is nearest to a lost GPU and can be done to one that others use: the context is lost, the GPU isn't."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -1,4 +1,4 @@
-"""b06: several savers, one place; each wins or is refused, and what is there is never a mix."""
+"""Several savers, one place; each wins or is refused, and what is there is never a mix."""
 
 import os
 import time
@@ -38,7 +38,7 @@ def counts(root: Path) -> list[list[int]]:
     return [[int(n) for n in log.read_text().split()] for log in sorted(root.glob("log*"))]
 
 
-def test_b06_two_processes_saving_to_one_path(tmp_path: Path) -> None:
+def test_two_processes_saving_to_one_path(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     path = tmp_path / "runs" / "ckpt"
     EVERYGPU.save(path, Weights(7))
@@ -59,7 +59,7 @@ def test_b06_two_processes_saving_to_one_path(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "runs") == ["ckpt"]
 
 
-def test_b06_two_managers_in_one_directory(tmp_path: Path) -> None:
+def test_two_managers_in_one_directory(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
 
     def save(i: int, n: int) -> None:

@@ -1,4 +1,4 @@
-"""b24: two threads, two processes, two models at once: right results, or a clear error.
+"""Two threads, two processes, two models at once: right results, or a clear error.
 
 Forks, two models, two threads that call one, and forwards within forwards: tests/parallel/test_wrapper_life.py.
 """
@@ -44,12 +44,12 @@ def call_while(model: everygpu.DataParallel, release: Callable[[], None], second
     return wrong
 
 
-def test_b24_a_thread_calls_while_another_releases() -> None:
+def test_a_thread_calls_while_another_releases() -> None:
     model = everygpu.DataParallel(nn.Linear(4, 2), ["cpu"] * 3)
     assert call_while(model, model.release, 0.2) == []
 
 
-def test_b24_a_replica_releases_its_own_wrapper() -> None:
+def test_a_replica_releases_its_own_wrapper() -> None:
     class Net(nn.Module):
         releases = True
 

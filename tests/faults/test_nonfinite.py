@@ -1,4 +1,4 @@
-"""b19: a loss or gradients that are nan or infinite in one replica."""
+"""A loss or gradients that are nan or infinite in one replica."""
 
 import copy
 import functools
@@ -83,7 +83,7 @@ class Plain(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_b19_an_update_is_left_out_and_named(devices, caplog, setup):
+def test_an_update_is_left_out_and_named(devices, caplog, setup):
     count, options = SETUPS[setup]
     used = devices(count)
     net, step = make(used, net=make_net(norm=lambda: nn.BatchNorm1d(16)), **options)
@@ -106,7 +106,7 @@ def test_b19_an_update_is_left_out_and_named(devices, caplog, setup):
     assert not torch.equal(net[1].weight, before[0]["1.weight"])
 
 
-def test_b19_as_if_the_batch_had_not_been(devices):
+def test_as_if_the_batch_had_not_been(devices):
     used = devices(2)
     net, step = make(used, net=make_net())
     other, plain = make(used, net=make_net())
@@ -121,7 +121,7 @@ def test_b19_as_if_the_batch_had_not_been(devices):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_b19_the_first_update_with_a_fused_momentum(devices, count, dampening):
+def test_the_first_update_with_a_fused_momentum(devices, count, dampening):
     """torch's kernel, which leaves it out, leaves new memory for the momentum as it is."""
     used = devices(count)
     nets = []
@@ -137,7 +137,7 @@ def test_b19_the_first_update_with_a_fused_momentum(devices, count, dampening):
     assert_same(nets[0].state_dict(), nets[1].state_dict())
 
 
-def test_b19_sparse_gradients_have_no_fused_kernel(devices):
+def test_sparse_gradients_have_no_fused_kernel(devices):
     used = devices(1)
     net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)).to(used[0])
     before = net[0].weight.detach().clone()
@@ -160,7 +160,7 @@ class Later(nn.Module):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_b19_a_momentum_that_comes_later(devices, count):
+def test_a_momentum_that_comes_later(devices, count):
     used = devices(count)
     nets = []
     for fused in (True, False):
@@ -174,7 +174,7 @@ def test_b19_a_momentum_that_comes_later(devices, count):
     torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
 
 
-def test_b19_one_batch_of_several(devices, caplog):
+def test_one_batch_of_several(devices, caplog):
     net, step = make(devices(2), accumulate=3)
     for _ in range(3):
         step(*batch())
@@ -260,15 +260,15 @@ def check_only_gradients_raise(used, num_steps):
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"optimizer": torch.optim.SGD}], ids=str)
 @pytest.mark.parametrize("count", [1, 2])
-def test_b19_only_gradients(devices, caplog, count, options):
+def test_only_gradients(devices, caplog, count, options):
     check_only_gradients(devices(count), caplog, num_steps=1, capture=False, **options)
 
 
-def test_b19_only_gradients_raise(devices):
+def test_only_gradients_raise(devices):
     check_only_gradients_raise(devices(2), num_steps=1)
 
 
-def test_b19_raise(devices):
+def test_raise(devices):
     used = devices(2)
     net, step = make(used, on_nonfinite="raise")
     step(*batch())
@@ -282,7 +282,7 @@ def test_b19_raise(devices):
     step(*batch())
 
 
-def test_b19_ignore(devices, caplog):
+def test_ignore(devices, caplog):
     used = devices(1)
     net, step = make(used, on_nonfinite="ignore", capture=False)
     step(*batch(bad_row=0))
@@ -291,7 +291,7 @@ def test_b19_ignore(devices, caplog):
     assert not warnings_of(caplog)
 
 
-def test_b19_ten_in_a_row_end_the_run(devices, caplog):
+def test_ten_in_a_row_end_the_run(devices, caplog):
     net, step = make(devices(2))
     step(*batch())
     step.stats()
@@ -306,14 +306,14 @@ def test_b19_ten_in_a_row_end_the_run(devices, caplog):
     assert f"update {MAX_IN_ROW} in a row" in last
 
 
-def test_b19_others_in_between_begin_anew(devices, caplog):
+def test_others_in_between_begin_anew(devices, caplog):
     _, step = make(devices(2))
     for i in range(30):
         step(*batch(bad_row=0 if i % 10 else None))
     assert step.stats().num_skipped == 27
 
 
-def test_b19_counters_are_saved(devices):
+def test_counters_are_saved(devices):
     _, step = make(devices(2))
     step(*batch())
     step(*batch(bad_row=0))
@@ -325,7 +325,7 @@ def test_b19_counters_are_saved(devices):
 
 
 @pytest.mark.parametrize("value", ["", "stop", None, True, 0])
-def test_b19_bad_options(value):
+def test_bad_options(value):
     with pytest.raises(OptionError, match="on_nonfinite must be one of"):
         make([torch.device("cpu")], on_nonfinite=value)
 
@@ -340,7 +340,7 @@ class TestRecorded:
         return found
 
     @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
-    def test_b19_an_update_is_left_out(self, used, caplog, options):
+    def test_an_update_is_left_out(self, used, caplog, options):
         net, step = make(used, net=make_net(norm=lambda: nn.BatchNorm1d(16)), **options)
         for _ in range(10):
             step(*batch())
@@ -362,12 +362,12 @@ class TestRecorded:
         assert all(p.isfinite().all() for p in net.parameters())
         assert not torch.equal(net[1].weight, before[0]["1.weight"])
 
-    def test_b19_only_gradients(self, used, caplog):
+    def test_only_gradients(self, used, caplog):
         _, step, _ = make_root(used)
         is_fused = step._strategy._shards.fuses
         check_only_gradients(used, caplog, num_steps=10, begins_beside=is_fused)
 
-    def test_b19_only_gradients_after_others(self, used, caplog):
+    def test_only_gradients_after_others(self, used, caplog):
         """Once an update was left out in part, steps are recorded anew, with updates after backward."""
         net, step, spoil = make_root(used)
         for is_bad in [False] * 10 + [True] + [False] * 10 + [True] + [False] * 10:
@@ -386,13 +386,13 @@ class TestRecorded:
         assert step.stats().engine == "graphs"
 
     @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"capture": False}], ids=str)
-    def test_b19_only_gradients_where_updates_wait(self, used, caplog, options):
+    def test_only_gradients_where_updates_wait(self, used, caplog, options):
         check_only_gradients(used, caplog, num_steps=10, **options)
 
-    def test_b19_only_gradients_raise(self, used):
+    def test_only_gradients_raise(self, used):
         check_only_gradients_raise(used, num_steps=10)
 
-    def test_b19_the_norm_of_a_step_that_is_not_recorded(self, used):
+    def test_the_norm_of_a_step_that_is_not_recorded(self, used):
         net, step = make(used, net=Root(), capture=False)
         plain = copy.deepcopy(net)
         nn.functional.mse_loss(plain(X.to(used[0])), Y.to(used[0])).backward()

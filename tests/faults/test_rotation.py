@@ -1,4 +1,4 @@
-"""b07: a run that keeps one checkpoint is killed anywhere while it saves the next; one is always whole."""
+"""A run that keeps one checkpoint is killed anywhere while it saves the next; one is always whole."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def what_loads(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("next_step", [2, 1], ids=["the next step", "the same step"])
-def test_b07_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
+def test_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
     boundaries = kill_at_every_boundary(
         lambda boundary: save(tmp_path / str(boundary), next_step, version=2),
         lambda boundary: save(tmp_path / str(boundary), 1),
@@ -56,7 +56,7 @@ def test_b07_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
 
 
 @pytest.mark.slow
-def test_b07_killed_while_the_earlier_run_is_overwritten(tmp_path: Path) -> None:
+def test_killed_while_the_earlier_run_is_overwritten(tmp_path: Path) -> None:
     def prepare(boundary: int) -> None:
         checkpoints = everygpu.CheckpointManager(tmp_path / str(boundary), keep=2, model=Weights(5))
         for step in (5, 6):
@@ -76,7 +76,7 @@ def test_b07_killed_while_the_earlier_run_is_overwritten(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_b07_killed_at_random_times(tmp_path: Path) -> None:
+def test_killed_at_random_times(tmp_path: Path) -> None:
     chance, num_kills, last = random.Random(0), 0, 0
     save(tmp_path, 0)
     while num_kills < 30 or last < 10:  # on a busy machine, more of them come before a save is through

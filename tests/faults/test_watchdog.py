@@ -1,4 +1,4 @@
-"""b13: a replica, a backward or a rank that stands still is named, and the run ends with code 6."""
+"""A replica, a backward or a rank that stands still is named, and the run ends with code 6."""
 
 import ctypes
 import os
@@ -150,43 +150,43 @@ def first_line(said: str) -> str:
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_b13_a_replica_in_a_thread(ends: Ends, replica: int) -> None:
+def test_a_replica_in_a_thread(ends: Ends, replica: int) -> None:
     code, said = ends[f"replica {replica}"]
     assert code == STUCK, said
     assert f"everygpu: No progress for {SOON_S:g} s: forward of replica {replica} on cpu in thread " in first_line(said)
     assert "The process ends with exit code 6." in first_line(said)
     assert f'hanging.py", line {LINE} in wait_for_ever' in said
-    assert 'test_b13_watchdog.py"' in said  # of the main thread
+    assert 'test_watchdog.py"' in said  # of the main thread
 
 
-def test_b13_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) -> None:
+def test_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) -> None:
     code, said = ends["barrier"]
     assert code == STUCK, said
     assert "No progress for 0.5 s: forward of replica 1 on cpu in thread " in first_line(said)
     assert "replica 0" not in first_line(said)
 
 
-def test_b13_what_waits_for_ranks_is_named_last(ends: Ends) -> None:
+def test_what_waits_for_ranks_is_named_last(ends: Ends) -> None:
     code, said = ends["both"]
     assert code == STUCK, said
     assert "No progress for 0.5 s: forward in thread MainThread; barrier over ranks in thread " in first_line(said)
 
 
-def test_b13_the_only_replica(ends: Ends) -> None:
+def test_the_only_replica(ends: Ends) -> None:
     code, said = ends["alone"]
     assert code == STUCK, said
     assert "forward of replica 0 on cpu in thread MainThread" in first_line(said)
 
 
 @pytest.mark.parametrize("how", ["loop", "step"])
-def test_b13_a_backward(ends: Ends, how: str) -> None:
+def test_a_backward(ends: Ends, how: str) -> None:
     code, said = ends[how]
     assert code == STUCK, said
     assert f"{SOON_S:g} s: backward{'' if how == 'loop' else ' on cpu'} in thread MainThread. " in first_line(said)
     assert f'hanging.py", line {LINE} in wait_for_ever' in said
 
 
-def test_b13_a_save_is_finished_first(ends: Ends) -> None:
+def test_a_save_is_finished_first(ends: Ends) -> None:
     code, said = ends["save"]
     assert code == STUCK, said
     assert "a checkpoint is being saved, which is finished first" in said
@@ -194,7 +194,7 @@ def test_b13_a_save_is_finished_first(ends: Ends) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
-def test_b13_a_compiled_replica(tmp_path: Path) -> None:
+def test_a_compiled_replica(tmp_path: Path) -> None:
     code, said = Child(tmp_path / "stderr", lambda: train("compile", "forward")).end()
     assert code == STUCK, said
     assert "forward of replica 1 on cpu" in first_line(said)
@@ -210,7 +210,7 @@ def wait_for_a_rank() -> None:
 
 
 @pytest.mark.usefixtures("warm_python")
-def test_b13_a_rank_that_waits_for_another(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_another(tmp_path: Path) -> None:
     with running_ranks(wait_for_a_rank, size=2, folder=tmp_path) as ranks:
         said = ranks.processes[0].communicate(timeout=60)[1].decode()
         code = ranks.processes[0].returncode
@@ -335,18 +335,18 @@ CALM: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", CALM)
-def test_b13_no_false_alarm(ends: Ends, name: str) -> None:
+def test_no_false_alarm(ends: Ends, name: str) -> None:
     assert ends[name] == (0, "")
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "600", None])
-def test_b13_timeouts_are_numbers(timeout: object) -> None:
+def test_timeouts_are_numbers(timeout: object) -> None:
     with pytest.raises(OptionError, match="is not a number of seconds above 0"):
         everygpu.watch(timeout=timeout)  # type: ignore[arg-type]
     assert not progress().is_watched
 
 
-def test_b13_watches_end_in_any_order() -> None:
+def test_watches_end_in_any_order() -> None:
     hook = sys.excepthook
     first, second = everygpu.watch(), everygpu.watch(timeout=5)
     assert repr(second) == "Watch(timeout=5)"
@@ -372,7 +372,7 @@ print(x.sum().item())
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.cards(2))])
-def test_b13_a_kernel_that_hangs(tmp_path: Path, index: int) -> None:
+def test_a_kernel_that_hangs(tmp_path: Path, index: int) -> None:
     (tmp_path / "train.py").write_text(HUNG_GPU)
     asked = [sys.executable, "train.py", str(index)]
     path = str(Path(__file__).parents[2] / "src")

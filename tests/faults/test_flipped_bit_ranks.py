@@ -1,4 +1,4 @@
-"""b20: a bit of one rank's copy of a weight flips."""
+"""A bit of one rank's copy of a weight flips."""
 
 from pathlib import Path
 
