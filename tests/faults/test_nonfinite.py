@@ -364,7 +364,7 @@ class TestRecorded:
 
     def test_only_gradients(self, used, caplog):
         _, step, _ = make_root(used)
-        is_fused = step._strategy._shards.fuses
+        is_fused = step._strategy._has_kernels
         check_only_gradients(used, caplog, num_steps=10, begins_beside=is_fused)
 
     def test_only_gradients_after_others(self, used, caplog):

@@ -1,9 +1,11 @@
 """Steps of recurrent layers are recorded, and train as on one device."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import everygpu
 from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
@@ -52,3 +54,35 @@ def test_dropout_between_layers(recording: Devices) -> None:
     losses = [step(x, y).cpu() for x, y in make_tokens(3 * NUM_STEPS, lengths=lengths)]
     assert num_recordings(step) == len(lengths)
     assert sum(losses[-9:]) < sum(losses[:9])
+
+
+def put_in_one_storage(net: torch.nn.Module) -> torch.nn.Module:
+    """Have parameters lie as cuDNN's weights do: in one storage, in another order than theirs."""
+    params = list(net.parameters())
+    flat = torch.zeros(sum(p.numel() + 3 for p in params), device=params[0].device)
+    begin = 0
+    for p in [*params[1::2], *params[::2]]:
+        part = flat[begin : begin + p.numel()].view(p.shape)
+        p.data = part.copy_(p.data)
+        begin += p.numel() + 3
+    return net
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_weights_in_one_storage(recording: Devices, num: int, kind: Any) -> None:
+    used = recording(num)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 7), torch.nn.Linear(7, 5))
+    alone, net = copy.deepcopy(net).to(used[0]), put_in_one_storage(net.to(used[0]))
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, kind(net.parameters(), lr=0.01))
+    optimizer = kind(alone.parameters(), lr=0.01)
+    for _ in range(NUM_STEPS):
+        x, y = torch.randn(9, 6, device=used[0]), torch.randint(0, 5, (9,), device=used[0])
+        step(x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    assert num_recordings(step) == 1
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

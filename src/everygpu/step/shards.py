@@ -310,7 +310,8 @@ class Shards:
 
         fragments = []
         for b, plan in enumerate(self._plans):
-            for _, run in itertools.groupby(plan.pieces(chunk), key):
+            # In the order of memory: weights that share a storage, as cuDNN's, may lie there in another than theirs.
+            for _, run in itertools.groupby(sorted(plan.pieces(chunk), key=lambda piece: piece.start), key):
                 pieces = tuple(run)
                 fragments.append(
                     Fragment(
