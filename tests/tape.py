@@ -246,7 +246,7 @@ class _RecordedThreads(ThreadState):
         return super().run(context, device, recorded, mode)
 
 
-class _Stream:
+class Stream:
     """Keeps in mind what its kernels have to wait for."""
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class _Stream:
     def wait_event(self, moment: Moment) -> None:
         self.after.append(moment)
 
-    def wait_stream(self, stream: "_Stream") -> None:
+    def wait_stream(self, stream: "Stream") -> None:
         """What is recorded afterwards comes later anyway."""
 
 
@@ -268,7 +268,7 @@ class _Here(threading.local):
     """What is current in a thread."""
 
     def __init__(self) -> None:
-        self.streams: list[_Stream] = []
+        self.streams: list[Stream] = []
 
 
 HERE = _Here()
@@ -329,8 +329,8 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Act streams out; return what queues kernels."""
 
     @contextlib.contextmanager
-    def queueing_on(device: torch.device, stream: _Stream | None = None) -> Iterator[None]:
-        HERE.streams.append(stream or (HERE.streams[-1] if HERE.streams else _Stream()))
+    def queueing_on(device: torch.device, stream: Stream | None = None) -> Iterator[None]:
+        HERE.streams.append(stream or (HERE.streams[-1] if HERE.streams else Stream()))
         try:
             yield
         finally:
@@ -343,10 +343,10 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         else:
             tape.call(function, tensors)
 
-    streams: list[_Stream] = []
+    streams: list[Stream] = []
 
-    def new_stream(device: torch.device, purpose: str) -> _Stream:
-        streams.append(_Stream())
+    def new_stream(device: torch.device, purpose: str) -> Stream:
+        streams.append(Stream())
         return streams[-1]
 
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.ready_events.kept_stream", new_stream)
@@ -358,9 +358,9 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         "step.shards",
     ):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
-    current: dict[tuple[int, torch.device], _Stream] = {}
+    current: dict[tuple[int, torch.device], Stream] = {}
     key = threading.get_ident
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current.setdefault((key(), device), _Stream()))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current.setdefault((key(), device), Stream()))
     return queue
 
 

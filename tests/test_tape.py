@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tape import Tape
+from tests.tape import HERE, Stream, Tape
 
 
 def tape() -> Tape:
@@ -139,7 +139,11 @@ def test_kernels_run_as_soon_as_they_may() -> None:
         x.add_(1)
         moment = graph.mark()
         x.add_(1)
-        graph.call(lambda t: seen.append(t.item()), [x], [moment])
+        stream = Stream()
+        stream.wait_event(moment)
+        HERE.streams.append(stream)
+        graph.call(lambda t: seen.append(t.item()), [x])
+        HERE.streams.pop()
         graph.call(lambda t: seen.append(t.item()), [x])
 
     graph.record(function)
