@@ -86,6 +86,11 @@ class TestEntryPerDevice:
         assert [s[1].shape for s in shards] == [(1, *shape[1:])] * len(used)
         assert [s[1].item() for s in shards] == [8] * len(used)
 
+    def test_a_column_of_whole_floats(self):
+        """As newer versions of ``transformers`` pass it, divided by the size of a group."""
+        shards = scatter((torch.ones(7, 2), torch.tensor(24).unsqueeze(0).expand(3, -1) / 1), ["cpu"] * 3)
+        assert [s[1].tolist() for s in shards] == [[[24.0]]] * 3
+
     @pytest.mark.parametrize(("dim", "shape"), [(1, (1, 3)), (-1, (3,)), (-2, (3, 1))])
     def test_along_the_dim_of_the_rows(self, dim, shape):
         shards = scatter((torch.ones(7, 7), torch.tensor(6).expand(shape)), ["cpu"] * 3, dim)
@@ -105,12 +110,24 @@ class TestEntryPerDevice:
             (torch.ones(9), torch.ones(8), torch.tensor([2, 2])),
             (torch.ones(9), torch.ones(3)),
             (torch.ones(9), torch.ones(2)),
+            (torch.ones(9), torch.full((2, 1), 0.5)),
+            (torch.ones(9), torch.tensor([[2.0], [3.0]])),
             (torch.ones(9), torch.tensor([2, 3])),
             (torch.ones(9), torch.tensor([True, True])),
             (torch.ones(9), torch.ones(2, 2)),
             (torch.ones(9), Rows(["a", "b"])),
         ],
-        ids=["the others differ", "another number", "floats", "unequal", "flags", "more than one each", "rows"],
+        ids=[
+            "the others differ",
+            "another number",
+            "floats",
+            "parts",
+            "unequal floats",
+            "unequal",
+            "flags",
+            "more than one each",
+            "rows",
+        ],
     )
     def test_others_are_refused(self, inputs):
         with pytest.raises(SplitError, match=r"the same number of rows.*needs whole in everygpu.Replicated"):

@@ -60,8 +60,9 @@ def find_rows(named: Named, dim: int, num_devices: int = 0, *, warns: bool = Fal
 def has_entry_per_device(leaf: Any, num_rows: int, num_devices: int, dim: int) -> bool:
     """Tell one number for each device, of which each replica gets its own, from rows of the batch.
 
-    It is an integer for each, of shape (devices,), (devices, 1) or the like, all of them equal, as ``transformers``
-    passes ``num_items_in_batch``; beside a batch of another number of rows.
+    It is a whole number for each, all of them equal, as ``transformers`` passes ``num_items_in_batch``: integers of
+    shape (devices,), (devices, 1) or the like, or floats of shape (devices, 1), which its newer versions make of them;
+    beside a batch of another number of rows.
     """
     return num_rows != num_devices and _is_entry_per_device(leaf, num_devices, dim)
 
@@ -73,11 +74,14 @@ def _is_entry_per_device(leaf: Any, num_devices: int, dim: int) -> bool:
         return bool(leaf.size == num_devices and leaf.dtype.kind in "iu" and (leaf == leaf.flat[0]).all())
     if num_devices == 1:  # it goes whole to the only one
         return leaf.numel() == 1
-    if leaf.numel() != num_devices or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool:
+    is_float = leaf.is_floating_point()
+    if leaf.numel() != num_devices or leaf.is_complex() or leaf.dtype is torch.bool or (is_float and leaf.ndim == 1):
         return False
     # Without waiting for a GPU where that isn't needed; the Feeder has looked at what it has spread.
-    is_expanded = leaf.stride(dim) == 0 or isinstance(leaf, ShardedBatch)
-    return is_expanded or bool((leaf == leaf.flatten()[0]).all())
+    if isinstance(leaf, ShardedBatch) or (leaf.stride(dim) == 0 and not is_float):
+        return True
+    first = leaf.flatten()[0]
+    return bool((leaf == (first.round() if is_float else first)).all())
 
 
 def _collect(value: Any, dim: int, sizes: list[int], lists: list[Sequence[Any]]) -> None:
