@@ -38,13 +38,20 @@ def time_rounds(
 def run_command(command: list[str], timeout: float) -> dict[str, Any]:
     """Run a command whose last line is a row as JSON; a hang, which ends all it started, or a failure is its error."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with _heeding_sigterm(), subprocess.Popen(command, **pipes, start_new_session=True) as process:
+    process: subprocess.Popen[str] | None = None
+    with _heeding_sigterm():
         try:
+            with _held_signals() as held:  # raised in the midst of a start, they would leave the process behind
+                process = subprocess.Popen(command, **pipes, start_new_session=True)
+            for number in held:
+                signal.raise_signal(number)
             out, error = process.communicate(timeout=timeout)
         except BaseException as cause:  # a session of its own doesn't hear of Ctrl-C
-            with suppress(ProcessLookupError):  # all that it started, too: they hold GPUs, and its pipes
-                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            if process is not None:
+                with suppress(ProcessLookupError):  # all that it started, too: they hold GPUs, and its pipes
+                    process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
+                with process:
+                    process.wait()
             if isinstance(cause, subprocess.TimeoutExpired):
                 return {"error": f"no result in {timeout:g} s"}
             raise
@@ -52,6 +59,18 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
         return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
     row: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return row
+
+
+@contextmanager
+def _held_signals() -> Iterator[list[int]]:
+    """Give a list of the signals that come within, in place of what they do."""
+    held: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: held.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield held
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
