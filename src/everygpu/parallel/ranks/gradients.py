@@ -204,7 +204,7 @@ class Bucket:
                 "it was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
             )
         self._taken.add(id(p))
-        return len(self._taken) == len(self.params)
+        return self.is_ready
 
     def send(self, group: Group, share: _Share | None = None) -> None:
         """Begin to add the gradients up, those of all ranks multiplied by their shares."""
@@ -254,7 +254,7 @@ class Bucket:
 def make_buckets(params: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Put parameters side by side, in the order in which backward usually finishes them."""
     return [
-        Bucket(params, plan_bucket(params, members, 1, together=together, unit=8))
+        Bucket(params, plan_bucket(params, members, 1, together=together, unit=_ALIGNED))
         for members, together in group_by_storage(params, range(len(params))[::-1], bucket_bytes)
     ]
 

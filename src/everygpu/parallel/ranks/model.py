@@ -61,9 +61,7 @@ class RankModel:
             with forward_of(SpreadBatch(self.group, 1.0)):
                 return function()
         self.group.first_batch.compare(self.group, (inputs, kwargs))
-        self._look_at(module)
-        if module.training:
-            copy_from_first(self.group, self._buffers)
+        self.copy_buffers(module)
         weight = weigh_batch(
             self._weight,
             "DataParallel",
@@ -90,8 +88,8 @@ class RankModel:
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
+        self._look_at(module)
         if module.training:
-            self._look_at(module)
             copy_from_first(self.group, self._buffers)
 
     def _look_at(self, module: nn.Module) -> None:
@@ -105,7 +103,8 @@ class RankModel:
         """Leave gradients and buffers to the caller within, which weighs them by itself."""
         self._gradients = None
         if torch.is_grad_enabled():
-            check_hooks(dict(module.named_parameters()))
+            self._look_at(module)
+            check_hooks(self._params)
             self.group.last_forward = None
         before, self._is_apart = self._is_apart, True
         try:
