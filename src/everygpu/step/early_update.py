@@ -194,7 +194,7 @@ class UpdateByChunks(EarlyUpdate):
         self._found_inf = [torch.zeros(len(plans), dtype=torch.float32, device=d) for d in devices]
         """For each device and bucket, 1 where it is not updated."""
         # What the kernels read: tables that are filled once the recording is made.
-        self._sources = [GradTables([plan], devices, devices) for plan in plans]
+        self._sources = [GradTables(plan, devices, devices) for plan in plans]
         self._lengths = [[torch.zeros(plan.num_blocks, dtype=torch.int32, device=d) for d in devices] for plan in plans]
         self._squares = [[torch.zeros_like(row, dtype=torch.float32) for row in bucket] for bucket in self._lengths]
         self._targets = [addresses(flats, d) for d, *flats in zip(devices, *flat_params.grads)]
@@ -267,7 +267,7 @@ class UpdateByChunks(EarlyUpdate):
         for replica, tensors in enumerate(self._replicas()):
             for b, plan in enumerate(self._plans):
                 touched = [slot.index for slot in plan.slots if slot.index in self._touched]
-                if self._sources[b].take(0, replica, {i: tensors[i].grad for i in touched}):
+                if self._sources[b].take(replica, {i: tensors[i].grad for i in touched}):
                     self._marks.forget(b, replica)
 
     def _send_gate(self) -> None:

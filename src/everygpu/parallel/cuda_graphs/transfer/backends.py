@@ -139,11 +139,11 @@ class _KernelGradReducer:
     def __init__(self, backend: KernelBackend) -> None:
         self._backend = backend
         missing = [zeros.data_ptr() for zeros in backend.zeros]
-        self._sources = GradTables([backend.plan], backend.workers, backend.devices, missing)
+        self._sources = GradTables(backend.plan, backend.workers, backend.devices, missing)
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
         rows = [{i: g for i, g in enumerate(row) if g is not None} for row in grads]
-        return [j for j, row in enumerate(rows) if self._sources.take(0, j, row)]
+        return [j for j, row in enumerate(rows) if self._sources.take(j, row)]
 
     def run(self) -> None:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
