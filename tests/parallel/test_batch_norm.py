@@ -272,38 +272,34 @@ def test_a_single_value_per_channel_is_refused_as_by_torch(devices: Devices) -> 
     assert everygpu.gather(model(torch.randn(2, 3, device=devices(1)[0]))).shape == (2, 3)
 
 
-def test_replicas_that_take_different_ways_are_an_error(devices: Devices) -> None:
-    class Fickle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = everygpu.SyncBatchNorm(2)
+class Fickle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = everygpu.SyncBatchNorm(2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x) if x[0, 0] > 0 else x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if x[0, 0] > 0 else x
 
+
+class Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = everygpu.SyncBatchNorm(2), everygpu.SyncBatchNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) if x[0, 0] > 0 else self.a(self.b(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Fickle, "which replica 1 ended without reaching"), (Crossing, "replicas came to different layers")],
+)
+def test_replicas_that_take_different_ways_are_an_error(devices: Devices, kind: type[nn.Module], says: str) -> None:
     used = devices(2)
-    model = everygpu.DataParallel(Fickle().to(used[0]), used)
+    model = everygpu.DataParallel(kind().to(used[0]), used)
     x = torch.ones(4, 2, device=used[0])
     x[2:] = -1
-    with pytest.raises(ReplicaError, match="which replica 1 ended without reaching"):
-        model(x)
-    assert everygpu.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
-
-
-def test_replicas_that_come_to_different_layers_are_an_error(devices: Devices) -> None:
-    class Crossing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = everygpu.SyncBatchNorm(2), everygpu.SyncBatchNorm(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)) if x[0, 0] > 0 else self.a(self.b(x))
-
-    used = devices(2)
-    model = everygpu.DataParallel(Crossing().to(used[0]), used)
-    x = torch.ones(4, 2, device=used[0])
-    x[2:] = -1
-    with pytest.raises(ReplicaError, match="replicas came to different layers"):
+    with pytest.raises(ReplicaError, match=says):
         model(x)
     assert everygpu.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
 
