@@ -7,9 +7,6 @@ import torch
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
-frame_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
-"""Return what this thread's frames are compiled by; None where torch doesn't have it, which is slower, not wrong."""
-
 
 def skip_code(code: CodeType, *, with_calls: bool) -> None:
     """Have Dynamo leave a function's code as it is, perhaps with all it calls; ``torch.compiler.disable`` wraps it."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from everygpu.torch_private.compiler import frame_callback, skip_code
+from everygpu.torch_private.compiler import skip_code
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -18,9 +18,3 @@ def left_to_run(method: Method) -> Method:
     """Have torch.compile leave a method's code as it is, though not what it calls: there it can be seen at work."""
     skip_code(method.__code__, with_calls=False)
     return method
-
-
-@left_to_run
-def is_compiler_at_work() -> bool:
-    """Tell whether this thread is in a function that went through torch.compile; False where torch can't be asked."""
-    return frame_callback is not None and frame_callback() is not None
