@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from everygpu.ranks.group import join
-from tests.parallel.fully_sharded.training import Case, Net, adamw, sgd, train_alone, train_on_ranks
+from tests.parallel.fully_sharded.training import Case, Net, sgd, train_alone, train_on_ranks
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -57,4 +57,4 @@ def test_ranks_train_as_one_device(size, tmp_path):
         for _, found in (result[name] for result in results):
             assert found.keys() == state.keys(), name
             for key, value in state.items():
-                torch.testing.assert_close(found[key], value, rtol=2e-4, atol=2e-5, msg=lambda m: f"{name}, {key}: {m}")
+                torch.testing.assert_close(found[key], value, rtol=2e-4, atol=2e-5, msg=f"{name}: {key}")

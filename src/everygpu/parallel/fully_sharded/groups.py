@@ -69,7 +69,8 @@ def _outermost(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterato
 def _blocks_in_lists(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of one class in the outermost lists; of lists of lists, those within."""
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(module, ParametrizationList)
-    counts = Counter(type(child) for child in module.children() if num_parameters(child)) if is_list else Counter()
+    listed = module._modules.values() if is_list else ()  # each as often as it is called, where children() has it once
+    counts = Counter(type(child) for child in listed if child is not None and num_parameters(child))
     for child in module.children():
         found = list(_blocks_in_lists(child)) if counts[type(child)] < 2 or _is_list(child) else []
         if found:
@@ -87,10 +88,11 @@ def _large_children(module: nn.Module, blocks: set[nn.Module], least: int) -> It
     for child in module.children():
         if child in blocks:
             continue
-        has_blocks = any(m in blocks for m in child.modules())
-        is_most = not blocks and num_parameters(child) * 2 > num_parameters(module) and any(child.children())
-        if has_blocks or is_most or isinstance(child, _CONTAINERS):
-            yield from _large_children(child, blocks, least)
+        is_open = isinstance(child, _CONTAINERS) or any(m in blocks for m in child.modules())
+        is_most = not blocks and num_parameters(child) * 2 > num_parameters(module)
+        found = list(_large_children(child, blocks, least)) if is_open or is_most else []
+        if found or is_open:
+            yield from found
         elif num_parameters(child) >= least:
             yield child
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
-from everygpu.parallel.fully_sharded.wrap import reshard
+from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
 from everygpu.parallel.ranks.gradients import check_hooks
 from everygpu.parallel.ranks.model import RankModel
 from everygpu.parallel.ranks.start import copy_from_first
@@ -60,16 +60,8 @@ class ShardedRankModel(RankModel):
         return super().forward(partial(self._call, function), module, inputs, kwargs)
 
     def _call(self, function: Callable[..., Any]) -> Any:
-        try:
+        with explaining_parts():
             output = function()
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise CallError(
-                "DataParallel: a parameter is used while it is shared out: outside of the forward of the block that "
-                "has it, as embedding.weight or block.attention called from elsewhere. Pass wrap=[...] with the "
-                "classes whose forward uses their parameters themselves; the rest is whole during the whole forward."
-            ) from error
         if not torch.is_grad_enabled():
             reshard(self._module)
         return output

@@ -56,12 +56,7 @@ def read_options(shard: Any, *, wrap: Any, precision: Any, checkpoint_activation
         ("shard", shard, LEVELS, shard in LEVELS),
         ("wrap", wrap, "a list of module classes", is_classes),
         ("precision", precision, tuple(PRECISIONS), precision in PRECISIONS),
-        (
-            "checkpoint_activations",
-            checkpoint_activations,
-            (None, "blocks"),
-            checkpoint_activations in (None, "blocks"),
-        ),
+        ("checkpoint_activations", checkpoint_activations, recomputed, checkpoint_activations in recomputed),
         ("engine", engine, f"one of {_ENGINES} beside shard=", engine in _ENGINES),
     )
     for name, value, wanted, is_right in checks:

@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from everygpu.devices.seed import spread_seeds
+from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.groups import Groups, find_groups, num_parameters
 from everygpu.parallel.fully_sharded.options import PRECISIONS, OldParameters, Sharding, check_groups, check_tensors
 from everygpu.parallel.ranks.start import check_alike, copy_from_first
@@ -117,18 +119,16 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     empty = []
     for name, child in module.named_modules():
         own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        are_all = all(t.is_meta for t in own)  # before others take their places
         if not any(t.is_meta for t in own):
             continue
-        child._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.clone(), recurse=False)
+        child._apply(lambda t: _unfilled(t, device) if t.is_meta else t.clone(), recurse=False)
         spread_seeds([device])
         reset: Any = getattr(child, "reset_parameters", None)
-        if reset is not None and all(t.is_meta for t in own):
+        if reset is not None and are_all:
             reset()
-            continue
-        empty.append(name)
-        for t in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
-            if t.is_floating_point():
-                t.fill_(float("nan"))
+        else:
+            empty.append(name)
     if empty:
         logger.warning(
             "DataParallel: %d modules came from the meta device and have no reset_parameters, such as %r: they are nan "
@@ -136,6 +136,11 @@ def _fill(module: nn.Module, device: torch.device) -> None:
             len(empty),
             empty[0],
         )
+
+
+def _unfilled(t: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(t, device=device)
+    return made.fill_(float("nan")) if t.is_floating_point() else made.zero_()
 
 
 def call_as_forward(module: nn.Module, name: str) -> None:
@@ -149,12 +154,28 @@ def call_as_forward(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        output = method(*args, **kwargs)
+        with explaining_parts():
+            output = method(*args, **kwargs)
         if not torch.is_grad_enabled():
             reshard(module)
         return output
 
     setattr(module, name, call)
+
+
+@contextmanager
+def explaining_parts() -> Iterator[None]:
+    """Say what it means that a computation within finds a part of a parameter."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise CallError(
+            "DataParallel: a parameter is used while it is shared out: outside of the forward of the block that has "
+            "it, as embedding.weight or block.attention called from elsewhere. Pass wrap=[...] with the classes whose "
+            "forward uses their parameters themselves; the rest is whole during the whole forward."
+        ) from error
 
 
 def reshard(module: nn.Module) -> None:
