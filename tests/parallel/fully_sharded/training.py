@@ -80,12 +80,19 @@ def make(case):
     return case.make()
 
 
-def cast(net):
-    """Make a copy in bfloat16 that computes, as FSDP2 does from parameters in float32."""
-    return copy.deepcopy(net).to(torch.bfloat16)
+def backward_in_bf16(net, ids, y):
+    """Compute in a copy of that dtype, and leave gradients to the parameters in float32."""
+    half = copy.deepcopy(net).to(torch.bfloat16)
+    half.scale = net.scale
+    half.zero_grad()
+    loss = F.cross_entropy(half(ids), y)
+    loss.backward()
+    for p, q in zip(net.parameters(), half.parameters()):
+        p.grad = q.grad.float() if p.grad is None else p.grad + q.grad
+    return loss
 
 
-def train_alone(case, size):
+def train_alone(case, size, *, as_step=False):
     """Train on one device; return each step's loss and norm, and the parameters."""
     net = make(case)
     optimizer = case.optimizer(net.parameters())
@@ -94,8 +101,11 @@ def train_alone(case, size):
         optimizer.zero_grad()
         for part in range(case.accumulate):
             ids, y = batch(step * case.accumulate + part, sum(case.rows[:size]))
-            loss = F.cross_entropy(net(ids), y)
-            loss.backward()
+            if case.options.get("precision") == "bf16":
+                loss = backward_in_bf16(net, ids, y)
+            else:
+                loss = F.cross_entropy(net(ids), y)
+                (loss / case.accumulate if as_step else loss).backward()
         norm = nn.utils.clip_grad_norm_(net.parameters(), case.clip) if case.clip else torch.zeros(())
         optimizer.step()
         found.append((loss.item(), norm.item()))
@@ -122,6 +132,24 @@ def train_on_ranks(case, rank, size):
         norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip) if case.clip else torch.zeros(())
         optimizer.step()
         found.append((loss.item(), norm.item()))
+    return found, whole_state(model)
+
+
+def step_on_ranks(case, rank, size):
+    """Train the same by ``TrainStep``, whose loss and gradient are the means over all of an update."""
+    model = everygpu.DataParallel(make(case), shard=case.level, **case.options)
+    optimizer = case.optimizer(model.parameters())
+    step = everygpu.TrainStep(
+        model, F.cross_entropy, optimizer, accumulate=case.accumulate, clip_norm=case.clip, on_nonfinite="skip"
+    )
+    begin = sum(case.rows[:rank])
+    mine = slice(begin, begin + case.rows[rank])
+    found = []
+    for number in range(NUM_STEPS * case.accumulate):
+        ids, y = batch(number, sum(case.rows[:size]))
+        loss = step(ids[mine], y[mine])
+        if (number + 1) % case.accumulate == 0:
+            found.append((loss.item(), step.stats().grad_norm if case.clip else 0))
     return found, whole_state(model)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
 from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
 from everygpu.parallel.ranks.gradients import check_hooks
@@ -145,13 +144,7 @@ class _Weigh(torch.autograd.Function):
 
 
 def _weigh(leaf: Any, share: _Share) -> Any:
-    if isinstance(leaf, Tensor):
-        if not leaf.requires_grad:
-            return leaf
+    # What other objects hold, as a cache of keys and values, FSDP2 can't see: no gradient goes through it from outside.
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
         return _Weigh.apply(leaf, share)  # type: ignore[no-untyped-call]
-    if any(t.requires_grad for t in tree.tensors_in(leaf)):
-        raise CallError(
-            f"DataParallel: the ranks' batches count differently, and gradients through a {type(leaf).__qualname__} "
-            f"can't be weighed. Return tensors, in tuples, lists, dicts or dataclasses."
-        )
     return leaf

@@ -47,3 +47,11 @@ def take_parts(state: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in own.items():
         if is_shard(value) and isinstance(state.get(name), Tensor) and not is_shard(state[name]):
             state[name] = part_like(state[name], value)
+
+
+def replicated(x: Tensor, like: Any) -> Tensor:
+    """Show a tensor that is the same on all ranks as torch wants it beside those that are shared out."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    made: Tensor = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return made

@@ -185,11 +185,3 @@ def reshard(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
-
-
-def replicated(x: Tensor, like: Any) -> Tensor:
-    """Show a tensor that is the same on all ranks as torch wants it beside those that are shared out."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    made: Tensor = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return made
