@@ -25,7 +25,7 @@ from everygpu.parallel.engines.engine import Engine, EngineContext, may_launch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, parallel_apply
 from everygpu.parallel.forward_lock import ForwardLock
-from everygpu.parallel.fully_sharded.model import ShardedRankModel
+from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
 from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
 from everygpu.parallel.fully_sharded.wrap import call_as_forward, share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
@@ -192,14 +192,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
-        self._engine = self._make_engine(overrides)
-        self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
-        self._lock = ForwardLock.kept(vars(self).get("_lock"))
         group = join()
         before = vars(self).get("_ranks")
         if not isinstance(before, ShardedRankModel):
             more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
             self._ranks = None if group is None else RankModel(group, *more, before)
+        self._engine = self._make_engine(overrides)
+        self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
+        self._lock = ForwardLock.kept(vars(self).get("_lock"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
@@ -215,8 +215,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             has_ranks=join() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-        is_shared_out = isinstance(vars(self).get("_ranks"), ShardedRankModel)
-        engine = table.make_engine("threads" if is_shared_out else self.engine, context)
+        engine = table.make_engine("threads" if is_shared_out(self) else self.engine, context)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
@@ -251,7 +250,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             Exception: what the method raised; its ``__cause__`` names the replica.
         """
         _check_method(self.module, name)
-        if self.is_shared_out:
+        if is_shared_out(self):
             call_as_forward(self.module, name)
         alone = self._is_alone(name)
         run = partial(self._forward_alone if alone else self._run, inputs, kwargs, name, pad_value)
@@ -555,11 +554,6 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         return self._engine.in_use
 
     @property
-    def is_shared_out(self) -> bool:
-        """Whether each rank has a part of every parameter, as by ``shard=``."""
-        return isinstance(self._ranks, ShardedRankModel)
-
-    @property
     def rank_model(self) -> RankModel | None:
         """What keeps the module and its gradients equal on all ranks; None without torchrun."""
         return self._ranks
@@ -609,7 +603,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             self.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.is_shared_out:
+        if is_shared_out(self):
             raise CopyError(
                 "DataParallel: a model that is shared out over ranks can't be copied or pickled. Save it by "
                 "everygpu.save(path, model=model), which loads into any other."

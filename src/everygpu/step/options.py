@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel, overridden
-from everygpu.parallel.fully_sharded.model import ShardedRankModel
+from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
 from everygpu.step.finite_check import RULES
 from everygpu.step.fully_sharded_update import FullyShardedUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
@@ -134,12 +134,12 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
             f"TrainStep: capture=True needs DataParallel's own methods, got a {type(model).__qualname__} with its own "
             f"{own}. Pass capture='auto'."
         )
-    if capture is True and model.is_shared_out:
+    if capture is True and is_shared_out(model):
         raise OptionError(
             "TrainStep: capture=True needs whole parameters in one place, and this model is shared out over ranks. "
             "Pass capture='auto'."
         )
-    on_gpus = not model.is_shared_out and all(d.type == "cuda" for d in model.replica_devices)
+    on_gpus = not is_shared_out(model) and all(d.type == "cuda" for d in model.replica_devices)
     if capture is True and not on_gpus:
         raise OptionError(
             f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.replica_devices)}. "
@@ -160,7 +160,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Sha
         model.give_up_recording("TrainStep was made with capture=False")
     own, counts = own_code(model), _device_counts(model)
     _check_optimizer(model, optimizer, own, counts)
-    if model.rank_model is not None and model.is_shared_out:
+    if model.rank_model is not None and is_shared_out(model):
         return FullyShardedUpdate(model, model.rank_model.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
@@ -199,7 +199,7 @@ def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list
         )
     if not isinstance(optimizer, ShardedOptimizer):
         return
-    if model.is_shared_out:
+    if is_shared_out(model):
         raise OptimizerError(
             "TrainStep: a model that is shared out over ranks has its optimizer's states shared out as well, got a "
             "ShardedOptimizer. Pass the optimizer that it was made of."

@@ -34,38 +34,46 @@ CASES = {
     "wrap": Case(options={"wrap": [torch.nn.Linear]}),
     "bf16": Case(options={"precision": "bf16"}, optimizer=sgd, clip=0.1),
 }
-IN_STEPS = [name for name in CASES if not name.startswith(("gradients", "compiled"))]
 CLOSE = {"bf16": {"rtol": 0.05, "atol": 0.005}}
+FEW = [name for name in CASES if name.startswith("parameters") or "," not in name] + ["optimizer, AdamW, accumulated"]
+FEW_STEPS = ["parameters, tied", "gradients, AdamW, accumulated", "a rank without rows", "bf16"]
+STEPS = [name for name in CASES if name != "compiled"]
 
 
 def eagerly(function):
     return function
 
 
-def train_all():
+def train_all(loops, steps):
     group = join()
-    torch.compile = eagerly  # blocks are compiled in tests of their own
-    loops = {name: train_on_ranks(case, group.rank, group.size) for name, case in CASES.items()}
-    steps = {name: step_on_ranks(CASES[name], group.rank, group.size) for name in IN_STEPS}
-    return loops, steps
+    torch.compile = eagerly  # what the compiler makes of blocks is tried on GPUs
+    place = group.rank, group.size
+    return [
+        {name: train(CASES[name], *place) for name in names}
+        for names, train in ((loops, train_on_ranks), (steps, step_on_ranks))
+    ]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_train_as_one_device(size, tmp_path):
-    results = run_ranks(train_all, size=size, folder=tmp_path)
-    for name, case in CASES.items():
-        close = CLOSE.get(name, {"rtol": 2e-4, "atol": 2e-5})
+@pytest.mark.parametrize(
+    ("size", "loops", "steps"),
+    [(2, FEW, FEW_STEPS), *(pytest.param(size, list(CASES), STEPS, marks=pytest.mark.slow) for size in (2, 4))],
+)
+def test_ranks_train_as_one_device(size, loops, steps, tmp_path):
+    results = run_ranks(train_all, loops, steps, size=size, folder=tmp_path)
+    for name in loops:
+        case, close = CASES[name], CLOSE.get(name, {"rtol": 2e-4, "atol": 2e-5})
         losses, state = train_alone(case, size)
-        check_losses(name, [loops[name][0] for loops, _ in results], losses, case.rows[:size], close)
-        for (_, found), _ in ((loops[name], steps) for loops, steps in results):
-            check_states(name, found, state, close)
-        if name not in IN_STEPS:
-            continue
+        check_losses(name, [found[name][0] for found, _ in results], losses, case.rows[:size], close)
+        for found, _ in results:
+            check_states(name, found[name][1], state, close)
+    for name in steps:
+        case, close = CASES[name], CLOSE.get(name, {"rtol": 2e-4, "atol": 2e-5})
         losses, state = train_alone(case, size, as_step=True)
-        for found, found_state in (steps[name] for _, steps in results):
-            assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in losses], rel=close["rtol"]), name
-            assert [norm for _, norm in found] == pytest.approx([norm for _, norm in losses], rel=close["rtol"]), name
-            check_states(f"{name} in steps", found_state, state, close)
+        for _, found in results:
+            for column in (0, 1):
+                expected = pytest.approx([row[column] for row in losses], rel=close["rtol"])
+                assert [row[column] for row in found[name][0]] == expected, name
+            check_states(f"{name}, by TrainStep", found[name][1], state, close)
 
 
 def check_losses(name, of_ranks, losses, rows, close):

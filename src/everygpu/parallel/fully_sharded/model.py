@@ -114,6 +114,11 @@ class ShardedRankModel(RankModel):
                 root.set_reshard_after_backward(True)
 
 
+def is_shared_out(wrapper: Any) -> bool:
+    """Tell whether a ``DataParallel`` has a part of each parameter on every rank."""
+    return isinstance(wrapper.rank_model, ShardedRankModel)
+
+
 class _Share:
     """This rank's weight over the mean of all ranks' weights, computed on the device."""
 
