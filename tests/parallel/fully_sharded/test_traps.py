@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("warm_python")
 
 
 def share(module, level="parameters", **options):
-    return everygpu.DataParallel(module, shard=level, **options)
+    return everygpu.DataParallel(module, ["cpu"], shard=level, **options)
 
 
 def an_optimizer_of_before():

@@ -114,7 +114,7 @@ def train_alone(case, size, *, as_step=False):
 
 def train_on_ranks(case, rank, size):
     """Train the same as one of several ranks."""
-    model = everygpu.DataParallel(make(case), shard=case.level, **case.options)
+    model = everygpu.DataParallel(make(case), ["cpu"], shard=case.level, **case.options)
     optimizer = case.optimizer(model.parameters())
     begin = sum(case.rows[:rank])
     mine = slice(begin, begin + case.rows[rank])
@@ -137,7 +137,7 @@ def train_on_ranks(case, rank, size):
 
 def step_on_ranks(case, rank, size):
     """Train the same by ``TrainStep``, whose loss and gradient are the means over all of an update."""
-    model = everygpu.DataParallel(make(case), shard=case.level, **case.options)
+    model = everygpu.DataParallel(make(case), ["cpu"], shard=case.level, **case.options)
     optimizer = case.optimizer(model.parameters())
     step = everygpu.TrainStep(
         model, F.cross_entropy, optimizer, accumulate=case.accumulate, clip_norm=case.clip, on_nonfinite="skip"

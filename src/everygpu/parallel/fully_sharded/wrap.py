@@ -2,8 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,14 +38,11 @@ def share_out(group: Group, module: nn.Module, device: torch.device, sharding: S
     check_groups(module, groups)
     check_alike(group, module)
     _tell(module, groups, group.size)
-    prepare_blocks(module, groups, sharding)
     old = OldParameters(module)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or the mesh would take that of LOCAL_RANK
-    apply(
-        module, groups, sharding, init_device_mesh(device.type, (group.size,)), lambda part: _place(group, part, device)
-    )
-    _fill(module, device)
+    mesh = init_device_mesh(device.type, (group.size,))
+    apply(module, groups, sharding, mesh, device, prepare=partial(copy_from_first, group))
     old.check()
     return old
 
@@ -54,11 +52,13 @@ def apply(
     groups: Groups,
     sharding: Sharding,
     mesh: DeviceMesh,
-    place: Callable[[nn.Module], object] = lambda part: None,
+    device: torch.device,
+    prepare: Callable[[Sequence[Tensor]], object] = lambda tensors: None,
 ) -> None:
-    """Call ``fully_shard`` on each group, then on the root; before each, ``place`` puts it on the device."""
+    """Put each group on the device, at last the root, call ``prepare`` with its tensors, and then ``fully_shard``."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    prepare_blocks(module, groups, sharding)
     order = {id(m): i for i, m in enumerate(module.modules())}
     last = max((order[id(block)] for block in groups.blocks), default=0)
     for part in (*groups, module):
@@ -69,10 +69,11 @@ def apply(
         )
         # What comes after the blocks is the first that backward needs: as torch's own rule for the root.
         is_tail = part is module or (part not in groups.blocks and order[id(part)] > last)
-        place(part)
+        prepare(_place(part, device))
         fully_shard(
             part, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.level == "parameters" and not is_tail
         )
+    _fill(module, device)
 
 
 def prepare_blocks(module: nn.Module, groups: Groups, sharding: Sharding) -> None:
@@ -83,7 +84,7 @@ def prepare_blocks(module: nn.Module, groups: Groups, sharding: Sharding) -> Non
     enable: Any = getattr(module, "gradient_checkpointing_enable", None)
     for block in groups.blocks:
         if sharding.checkpoints and enable is None:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if sharding.compiles:
             block.forward = torch.compile(block.forward)
     if sharding.checkpoints and enable is not None:
@@ -103,14 +104,14 @@ def _tell(module: nn.Module, groups: Groups, size: int) -> None:
 
 
 @torch.no_grad()
-def _place(group: Group, part: nn.Module, device: torch.device) -> None:
-    """Put what isn't shared out yet on the device, with rank 0's values."""
+def _place(part: nn.Module, device: torch.device) -> list[Tensor]:
+    """Put what isn't shared out yet on the device, and return it."""
     from torch.distributed.tensor import DTensor
 
     tensors = [t for t in (*part.parameters(), *part.buffers()) if not isinstance(t, DTensor) and not t.is_meta]
     for t in tensors:
         t.data = t.data.to(device, memory_format=torch.contiguous_format)
-    copy_from_first(group, tensors)
+    return tensors
 
 
 @torch.no_grad()
