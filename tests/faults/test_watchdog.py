@@ -217,8 +217,6 @@ def test_a_rank_that_waits_for_another(tmp_path: Path) -> None:
     assert code == STUCK, said
     place = f"rank 0 (host {os.uname().nodename}, process {ranks.processes[0].pid})"
     assert f"everygpu: {place}: No progress for {SOON_S:g} s: barrier over ranks in thread MainThread. " in said
-    (line,) = [line for line in said.splitlines() if "a collective that is not done: " in line]
-    assert "gloo:barrier, number " in line
 
 
 HANGS_ONCE = """

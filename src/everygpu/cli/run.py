@@ -18,7 +18,7 @@ from everygpu.cli.plan import NO_GPU, Plan, plan_run
 from everygpu.cli.script import require_script, run_script
 from everygpu.devices import nvml
 from everygpu.errors import DeviceError
-from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch
+from everygpu.watchdog import TIMEOUT_S, VARIABLE, watch
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
 SPLIT_VARIABLE = "EVERYGPU_SPLIT"

@@ -105,23 +105,6 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     return [sample for sample in samples if sample is not None]
 
 
-def find_lost(library: Any = None) -> list[str]:
-    """Name the GPUs that no longer answer, with NVML's reason, as "GPU 1: GPU is lost"."""
-
-    def ask(nvml: Any) -> list[str]:
-        found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            try:
-                nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
-            except nvml.NVMLError as error:
-                if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-                    found.append(f"GPU {index}: {error}")
-        return found
-
-    lost = _query(library, ask)
-    return [] if isinstance(lost, NvmlFailure) else lost
-
-
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
     """Ask NVML for the driver's version, or say why that can't be asked."""
 
