@@ -2,8 +2,9 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,21 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
-from everygpu.comm.streams import queueing_on, synchronize_streams
+from everygpu.comm.streams import synchronize_streams
 from everygpu.devices.p2p import reach_each_other
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.plan import BLOCK_NUMEL
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
-from everygpu.parallel.cuda_graphs.transfer.grad_tables import (
+from everygpu.parallel.cuda_graphs.transfer import (
     GradTables,
+    add_blocks,
     addresses,
     block_addresses,
     block_lengths,
     lay_out,
+    send_blocks,
 )
-from everygpu.step.finite_check import MADE
+from everygpu.step.finite_check import MADE, PARTLY
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor, norm_of
@@ -50,10 +53,7 @@ def fits(flat_params: FlatParameters, shards: Shards) -> bool:
 class EarlyUpdate(ABC):
     """An update that is recorded with the backward. A recording's memory stays where it is: so do gradients.
 
-    Args:
-        flat_params: The parameters, on CUDA devices.
-        shards: Their optimizers, prepared for the parameters that will probably get a gradient.
-        checks: Leave out what isn't finite.
+    The optimizers are prepared for the parameters that will probably get one. ``checks`` leaves out what isn't finite.
     """
 
     def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
@@ -64,13 +64,12 @@ class EarlyUpdate(ABC):
         self._plans = flat_params.plans
         self._touched: set[int] = set()
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
-        self.status = torch.zeros(len(self._devices) + 1, dtype=torch.float32, device=self._devices[0])
+        self.status = torch.zeros((), dtype=torch.float32, device=self._devices[0])
         """Of the last update; see ``FiniteCheck``."""
 
     def check(self, loss: Tensor) -> None:
         """Have the update be left out where the loss, of shape (), isn't finite; before the backward."""
-        self.status[:-1].zero_()
-        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status[-1])
+        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -94,17 +93,13 @@ class EarlyUpdate(ABC):
 
     @abstractmethod
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        """Queue the update, and have the devices' current streams wait for it.
-
-        Args:
-            clip_norm: The largest norm that the gradient may have.
-        Returns:
-            The norm before that, shape (), if it had to be known.
+        """Queue the update, and have the devices' current streams wait for it; return the gradient's norm before it was
+        clipped, if it had to be known.
         """
 
     @abstractmethod
     def finish_recording(self) -> None:
-        """Before a launch: do once what was no part of the recording, and let go of gradients."""
+        """After the recording: do what was no part of it, and let go of gradients."""
 
     def _watch(self) -> list[RemovableHandle]:
         """Register hooks for a backward."""
@@ -119,8 +114,8 @@ class EarlyUpdate(ABC):
         found_inf, scales = None, None
         if self._checks:
             if norm is not None:
-                self.status[-1:].add_(norm, alpha=0)
-            found_inf = comm.copy_to_each(torch.ne(self.status[-1], MADE).float(), self._devices)
+                self.status.add_(norm, alpha=0)
+            found_inf = comm.copy_to_each(torch.ne(self.status, MADE).float(), self._devices)
         if clip_norm is not None and norm is not None:
             scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
         self._shards.step(self._touched, found_inf, grads=self._own_grads(), grad_scales=scales)
@@ -171,14 +166,7 @@ class UpdateByChunks(EarlyUpdate):
 
     One kernel adds each device's part of the gradients up, torch's fused kernels update it, and another kernel sends it
     to the other devices. Beside backward that is done with each bucket, or it is only added up, where the update has to
-    know all gradients.
-
-    Args:
-        flat_params: As for ``EarlyUpdate``.
-        shards: As for ``EarlyUpdate``.
-        expected: Parameters that will probably get a gradient: a bucket waits for those of its own.
-        beside: Update beside backward; else after it.
-        checks: As for ``EarlyUpdate``.
+    know all gradients. A bucket waits for the parameters of its own that are ``expected`` to get one.
     """
 
     def __init__(
@@ -187,7 +175,6 @@ class UpdateByChunks(EarlyUpdate):
         super().__init__(flat_params, shards, checks=checks)
         self._expected = expected
         self._is_beside = beside
-        self._is_recorded = False
         devices, plans = self._devices, self._plans
         self._marks = ReadyEvents(devices)
         comm.connect(devices)
@@ -235,12 +222,8 @@ class UpdateByChunks(EarlyUpdate):
         return norm
 
     def finish_recording(self) -> None:
-        if self._is_recorded:
-            return
-        self._is_recorded = True
         for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
             sources.write()
-            sources.forget()
             for rank, row in enumerate(lengths):
                 row.copy_(block_lengths(plan, rank, self._touched))
 
@@ -272,28 +255,15 @@ class UpdateByChunks(EarlyUpdate):
 
     def _send_gate(self) -> None:
         first = self._found_inf[0]
-        torch.ne(self.status[-1:].expand_as(first), MADE, out=first)
+        torch.ne(self.status.expand_as(first), MADE, out=first)
         self._found_inf = list(comm.copy_to_each(first, self._devices))
 
     def _reduce(self, b: int) -> None:
-        from everygpu.comm import kernels  # needs Triton, which not every machine has
-
-        plan = self._plans[b]
-        for rank, d in enumerate(self._devices):
-            with queueing_on(d):
-                kernels.run_add(
-                    self._sources[b].tables[rank],
-                    self._lengths[b][rank],
-                    self._targets[rank],
-                    dtype=plan.dtype,
-                    block=BLOCK_NUMEL,
-                    begin=rank * plan.chunk_numel,
-                    index=b,
-                    rank=rank,
-                    squares=None if self._is_beside else self._squares[b][rank],
-                    status=self._status_at[rank] if self._checks else None,
-                    found=self._found_inf[rank] if self._checks and self._is_beside else None,
-                )
+        notes: dict[str, Sequence[Any]] = {} if self._is_beside else {"squares": self._squares[b]}
+        if self._checks and self._is_beside:  # else the norm tells
+            notes = {"status": self._status_at, "found": self._found_inf, "mark": [PARTLY] * len(self._devices)}
+        tables = self._sources[b].tables, self._lengths[b], self._targets
+        add_blocks(self._plans[b], self._devices, *tables, index=b, notes=notes)
 
     def _update(self, b: int) -> None:
         self._reduce(b)
@@ -301,17 +271,4 @@ class UpdateByChunks(EarlyUpdate):
         self._send(b)
 
     def _send(self, b: int) -> None:
-        from everygpu.comm import kernels
-
-        plan = self._plans[b]
-        for rank, d in enumerate(self._devices):
-            with queueing_on(d):
-                kernels.run_send(
-                    self._values[b][rank],
-                    self._lengths[b][rank],
-                    self._others[b][rank],
-                    dtype=plan.dtype,
-                    block=BLOCK_NUMEL,
-                    begin=rank * plan.chunk_numel,
-                    rank=rank,
-                )
+        send_blocks(self._plans[b], self._devices, self._values[b], self._lengths[b], self._others[b])

@@ -21,7 +21,7 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """A module's tables of hooks that its calls run."""
 
-_WRITES = 5
+_WRITES = 6
 """Where a guard key has the versions of frozen parameters."""
 
 _GLOBAL_HOOKS = (
@@ -44,6 +44,7 @@ BACKEND_PATHS = (
 """Settings in ``torch.backends``; precisions by the one way to ask that never raises, whichever way they were set."""
 SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 """Kernels of attention."""
+_read_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _read_backends = operator.attrgetter(*BACKEND_PATHS)
 
 
@@ -76,12 +77,7 @@ class ModuleGuards:
         self._addresses = self._find_addresses()
 
     def is_current(self, roots: Sequence[nn.Module], *, addresses: bool = True) -> bool:
-        """Tell whether everything is as it was.
-
-        Args:
-            roots: The modules now.
-            addresses: Whether tensors have to be at the same addresses, too.
-        """
+        """Tell whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
         return (
             len(roots) == len(self._roots)
             and all(map(operator.is_, roots, self._roots))
@@ -128,7 +124,7 @@ class ModuleGuards:
             [t.stride() for t in self._dense],
             [t.dtype for t in self._dense],
             [t.requires_grad for t in self._tensors],
-            [has_hooks(t) for t in self._tensors],
+            *(list(map(bool, map(read, self._tensors))) for read in _read_hooks),
             [version_of(t) for t in self._fixed],
             [_identity_of(v) for o in self._objects for v in vars(o).values()],
         )
@@ -177,12 +173,7 @@ def is_observed() -> bool:
 
 
 def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False) -> str | None:
-    """Say where there is Python code that a launch wouldn't run.
-
-    Args:
-        roots: The modules, with all below them.
-        are_proven: Hooks of forward are part of what is proven.
-    """
+    """Say where there is Python code that a launch wouldn't run; hooks of forward may be part of what is proven."""
     tables = [table for table in HOOKS if not are_proven or table not in FORWARD_HOOKS]
     if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
         return "there are hooks on all modules, which a recording wouldn't call"
@@ -197,22 +188,15 @@ def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False) -> str |
 
 
 def referents(function: Any) -> tuple[Any, ...]:
-    """Return what a function's result depends on besides its arguments, one level deep: to be compared later.
-
-    Args:
-        function: See ``values_of``.
-    Returns:
-        Numbers and strings, and the identity of everything else; empty for what can't be looked into.
+    """Return what a function's result depends on besides its arguments, one level deep, to be compared later: numbers
+    and strings, and the identity of everything else; nothing for what can't be looked into.
     """
     return tuple(_identity_of(v) for v in values_of(function))
 
 
 def values_of(function: Any) -> list[Any]:
-    """List what a function refers to, one level deep.
-
-    Args:
-        function: Its globals, defaults and closure are looked at, a bound method's attributes, what a partial has, and
-            the attributes of another object that can be called. Modules are looked at elsewhere.
+    """List what a function refers to, one level deep: its globals, defaults and closure, a bound method's attributes,
+    what a partial has, and the attributes of another object that can be called. Modules are looked at elsewhere.
     """
     found: list[Any] = []
     if isinstance(function, nn.Module):

@@ -47,12 +47,7 @@ def describe_batch(batch: Batch, route: ScatterSpec) -> tuple[Any, ...]:
 
 
 class StaticBatch:
-    """Memory on all devices for batches that are described alike.
-
-    Args:
-        batch: Any of them.
-        route: How they are cut.
-    """
+    """Memory on all devices for batches that are described alike."""
 
     def __init__(self, batch: Batch, route: ScatterSpec) -> None:
         self._route = route
