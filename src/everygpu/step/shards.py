@@ -252,11 +252,11 @@ class Shards:
         option is a tensor, which may change unnoticed.
         """
         names = [name for name in self._stock.defaults if name != "lr"]
-        found = [tuple(group.get(name) for name in names) for group in options]
+        found = [tuple(map(group.get, names)) for group in options]
         values = [
             v for row in found for value in row for v in (value if isinstance(value, (tuple, list)) else (value,))
         ]
-        return None if any(isinstance(v, Tensor) for v in values) else found
+        return None if [v for v in values if isinstance(v, Tensor)] else found  # no generator: it runs in every step
 
     def collect_state(self, home: torch.device) -> dict[Tensor, State]:
         """Put the state of each parameter that has one together as the stock optimizer would have it, on ``home``."""

@@ -31,6 +31,8 @@ _GLOBAL_HOOKS = (
     "_global_backward_pre_hooks",
 )
 
+_read_global_hooks = operator.attrgetter(*_GLOBAL_HOOKS)
+
 BACKEND_PATHS = (
     "cuda.matmul.fp32_precision",
     "cudnn.conv.fp32_precision",
@@ -46,6 +48,7 @@ SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 """Kernels of attention."""
 _read_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _read_backends = operator.attrgetter(*BACKEND_PATHS)
+_read_sdp = operator.attrgetter(*[f"{name}_sdp_enabled" for name in SDP_BACKENDS])
 
 
 class ModuleGuards:
@@ -141,8 +144,7 @@ def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Ten
 
 def backend_settings() -> tuple[Any, ...]:
     """Return what is set at ``BACKEND_PATHS``, and which of ``SDP_BACKENDS`` are on."""
-    are_on = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDP_BACKENDS)
-    return (*_read_backends(torch.backends), *are_on)
+    return (*_read_backends(torch.backends), *[read() for read in _read_sdp(torch.backends.cuda)])
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -150,7 +152,8 @@ def torch_settings() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cuda", "cpu")),
+        *map(torch.is_autocast_enabled, ("cuda", "cpu")),
+        *map(torch.get_autocast_dtype, ("cuda", "cpu")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         *backend_settings(),
@@ -158,7 +161,7 @@ def torch_settings() -> tuple[Any, ...]:
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
         num_dispatch_modes(),
         top_saved_tensor_hooks() is None,
-        *(len(vars(torch_module)[table]) for table in _GLOBAL_HOOKS),
+        *map(len, _read_global_hooks(torch_module)),
     )
 
 
