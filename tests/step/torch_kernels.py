@@ -71,7 +71,7 @@ def _add(
         if not length:
             continue
         parts = [_at(address, length, dtype) for address in sources[:, k].tolist()]
-        total = sum(part.float() for part in parts)
+        total = sum(part if dtype is torch.float64 else part.float() for part in parts)
         place = int(targets[index]) + dtype.itemsize * (begin + k * block)
         _at(place, length, dtype).copy_(total)
         if squares is not None:
