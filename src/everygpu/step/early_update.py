@@ -2,8 +2,9 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,21 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
-from everygpu.comm.streams import queueing_on, synchronize_streams
+from everygpu.comm.streams import synchronize_streams
 from everygpu.devices.p2p import reach_each_other
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.plan import BLOCK_NUMEL
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
-from everygpu.parallel.cuda_graphs.transfer.grad_tables import (
+from everygpu.parallel.cuda_graphs.transfer import (
     GradTables,
+    add_blocks,
     addresses,
     block_addresses,
     block_lengths,
     lay_out,
+    send_blocks,
 )
-from everygpu.step.finite_check import MADE
+from everygpu.step.finite_check import MADE, PARTLY
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor, norm_of
@@ -50,12 +53,8 @@ def fits(flat_params: FlatParameters, shards: Shards) -> bool:
 class EarlyUpdate(ABC):
     """An update that is recorded with the backward. A recording's memory stays where it is: so do gradients.
 
-    Args:
-        flat_params: The parameters, on CUDA devices.
-        shards: Their optimizers, prepared for the expected parameters.
-        expected: Parameters that will probably get a gradient: a bucket waits for those of its own.
-        beside: Update each bucket beside what is left of the backward; else all after it.
-        checks: Leave out what isn't finite.
+    The optimizers are prepared for parameters that are ``expected`` to get one; a bucket waits for those of its own.
+    ``beside`` updates each bucket beside what is left of the backward; ``checks`` leaves out what isn't finite.
     """
 
     def __init__(
@@ -71,13 +70,12 @@ class EarlyUpdate(ABC):
         self._touched: set[int] = set()
         self._marks = ReadyEvents(self._devices)
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
-        self.status = torch.zeros(len(self._devices) + 1, dtype=torch.float32, device=self._devices[0])
+        self.status = torch.zeros((), dtype=torch.float32, device=self._devices[0])
         """Of the last update; see ``FiniteCheck``."""
 
     def check(self, loss: Tensor) -> None:
         """Have the update be left out where the loss, of shape (), isn't finite; before the backward."""
-        self.status[:-1].zero_()
-        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status[-1])
+        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -101,17 +99,13 @@ class EarlyUpdate(ABC):
 
     @abstractmethod
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        """Queue the update, and have the devices' current streams wait for it.
-
-        Args:
-            clip_norm: The largest norm that the gradient may have.
-        Returns:
-            The norm before that, shape (), if it had to be known.
+        """Queue the update, and have the devices' current streams wait for it; return the gradient's norm before it was
+        clipped, if it had to be known.
         """
 
     @abstractmethod
     def finish_recording(self) -> None:
-        """Before a launch: do once what was no part of the recording, and let go of gradients."""
+        """After the recording: do what was no part of it, and let go of gradients."""
 
     def _watch(self) -> list[RemovableHandle]:
         handles = []
@@ -145,8 +139,8 @@ class EarlyUpdate(ABC):
         found_inf, scales = None, None
         if self._checks:
             if norm is not None:
-                self.status[-1:].add_(norm, alpha=0)
-            found_inf = comm.copy_to_each(torch.ne(self.status[-1], MADE).float(), self._devices)
+                self.status.add_(norm, alpha=0)
+            found_inf = comm.copy_to_each(torch.ne(self.status, MADE).float(), self._devices)
         if clip_norm is not None and norm is not None:
             scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
         self._shards.step(self._touched, found_inf, grads=self._own_grads(), grad_scales=scales)
@@ -179,7 +173,7 @@ class UpdateInPlace(EarlyUpdate):
         if self._is_beside:
             self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used()})
             if self._checks:
-                torch.amax(self._found_inf, 0, out=self.status[0])
+                self.status.add_(self._found_inf.amax(), alpha=PARTLY - MADE)
             return None
         needs_norm = self._checks or clip_norm is not None
         norm = norm_of(list(self._grads.values())).float() if needs_norm and self._grads else None
@@ -203,7 +197,7 @@ class UpdateInPlace(EarlyUpdate):
         grads = [self._grads[slot.index] for slot in self._plans[b].slots if slot.index in self._touched]
         found = self._found_inf[b]
         if self._checks:
-            torch.ne(torch.add(self.status[-1], norm_of(grads), alpha=0), MADE, out=found)
+            torch.ne(torch.add(self.status, norm_of(grads), alpha=0), MADE, out=found)
         self._shards.step(self._touched, [found] if self._checks else None, bucket=b, grads=self._grads)
 
     def _own_grads(self) -> dict[int, Tensor]:
@@ -222,7 +216,6 @@ class UpdateByChunks(EarlyUpdate):
         self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
     ) -> None:
         super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
-        self._is_recorded = False
         devices, plans = self._devices, self._plans
         comm.connect(devices)
         self._found_inf = [torch.zeros(len(plans), dtype=torch.float32, device=d) for d in devices]
@@ -268,12 +261,8 @@ class UpdateByChunks(EarlyUpdate):
         return norm
 
     def finish_recording(self) -> None:
-        if self._is_recorded:
-            return
-        self._is_recorded = True
         for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
             sources.write()
-            sources.forget()
             for rank, row in enumerate(lengths):
                 row.copy_(block_lengths(plan, rank, self._touched))
 
@@ -287,28 +276,15 @@ class UpdateByChunks(EarlyUpdate):
 
     def _send_gate(self) -> None:
         first = self._found_inf[0]
-        torch.ne(self.status[-1:].expand_as(first), MADE, out=first)
+        torch.ne(self.status.expand_as(first), MADE, out=first)
         self._found_inf = list(comm.copy_to_each(first, self._devices))
 
     def _reduce(self, b: int) -> None:
-        from everygpu.comm import kernels  # needs Triton, which not every machine has
-
-        plan = self._plans[b]
-        for rank, d in enumerate(self._devices):
-            with queueing_on(d):
-                kernels.run_add(
-                    self._sources[b].tables[rank],
-                    self._lengths[b][rank],
-                    self._targets[rank],
-                    dtype=plan.dtype,
-                    block=BLOCK_NUMEL,
-                    begin=rank * plan.chunk_numel,
-                    index=b,
-                    rank=rank,
-                    squares=None if self._is_beside else self._squares[b][rank],
-                    status=self._status_at[rank] if self._checks else None,
-                    found=self._found_inf[rank] if self._checks and self._is_beside else None,
-                )
+        notes: dict[str, Sequence[Any]] = {} if self._is_beside else {"squares": self._squares[b]}
+        if self._checks and self._is_beside:  # else the norm tells
+            notes = {"status": self._status_at, "found": self._found_inf, "mark": [PARTLY] * len(self._devices)}
+        tables = self._sources[b].tables, self._lengths[b], self._targets
+        add_blocks(self._plans[b], self._devices, *tables, index=b, notes=notes)
 
     def _update(self, b: int) -> None:
         self._reduce(b)
@@ -316,17 +292,4 @@ class UpdateByChunks(EarlyUpdate):
         self._send(b)
 
     def _send(self, b: int) -> None:
-        from everygpu.comm import kernels
-
-        plan = self._plans[b]
-        for rank, d in enumerate(self._devices):
-            with queueing_on(d):
-                kernels.run_send(
-                    self._values[b][rank],
-                    self._lengths[b][rank],
-                    self._others[b][rank],
-                    dtype=plan.dtype,
-                    block=BLOCK_NUMEL,
-                    begin=rank * plan.chunk_numel,
-                    rank=rank,
-                )
+        send_blocks(self._plans[b], self._devices, self._values[b], self._lengths[b], self._others[b])
