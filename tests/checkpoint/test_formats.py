@@ -59,14 +59,6 @@ def test_our_own_directories_are_not_foreign_even_when_damaged(tmp_path: Path) -
         (path / name).write_bytes(data)
 
 
-def test_an_optimizer_that_can_t_be_read_does_not_hide_the_model(tmp_path: Path) -> None:
-    save_file(STATE, tmp_path / "model.safetensors")
-    (tmp_path / "optimizer.bin").write_bytes(b"")
-    found = read_foreign(tmp_path)
-    assert found.parts.keys() == {"model"}
-    assert found.notes[0].startswith("optimizer.bin is left out")
-
-
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="No checkpoint at .*none"):
         read_foreign(tmp_path / "none")

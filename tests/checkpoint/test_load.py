@@ -18,7 +18,6 @@ from everygpu.errors import (
     CheckpointForeignError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    DeviceError,
 )
 from tests.checkpoint.forge import agree, edit_document, edit_part
 from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
@@ -147,18 +146,6 @@ def test_any_device_loads_from_any_other(tmp_path: Path, devices) -> None:
         assert state["step"].device.type == "cpu"
     assert same_state(dict(target.model.state_dict()), dict(source.model.state_dict()))
     assert rest["x"].device.type == "cpu"
-    assert everygpu.load(path, map_location=device)["x"].device == device
-
-
-def test_map_location_takes_every_spelling_of_a_device(path: Path) -> None:
-    for spelling in (None, "cpu", torch.device("cpu"), "meta"):
-        expected = "cpu" if spelling is None else str(spelling)
-        assert everygpu.load(path, map_location=spelling)["shuffle"].device.type == expected
-
-
-@pytest.mark.parametrize("name", ["nonsense", "cuda:99", 3.5, lambda storage, location: storage])
-def test_map_location_that_is_no_device_is_refused(path: Path, name: Any) -> None:
-    assert_nothing_changes(DeviceError, path, "map_location", map_location=name)
 
 
 def test_optimizer_tensors_do_not_depend_on_the_file(path: Path, source: Run) -> None:
@@ -295,9 +282,8 @@ def cosine(run: Run) -> Any:
     [
         ("optimizer", sgd, "sgd.SGD, and the saved state of .*AdamW", True),
         ("optimizer", adam, "adam.Adam, and the saved state of .*AdamW", True),
-        ("optimizer", sgd, "amsgrad, betas, eps.* has dampening, momentum, nesterov", False),
+        ("optimizer", sgd, "another class, without dampening, momentum, nesterov", False),
         ("scheduler", cosine, "CosineAnnealingLR, and the saved state of .*StepLR", True),
-        ("scheduler", cosine, "gamma, step_size.* has T_max, eta_min", False),
     ],
 )
 def test_the_state_of_another_class(path: Path, name: str, make: Any, saved: str, is_named: bool) -> None:

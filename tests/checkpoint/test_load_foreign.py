@@ -64,14 +64,6 @@ def test_any_file_loads_into_any_model(
     assert target.head.weight is target.embed.weight
 
 
-def test_accelerate(tmp_path: Path) -> None:
-    (model, optimizer), (target, restored) = trained(1), trained(2)
-    save_safe(model, tmp_path / "model.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
-    everygpu.load(tmp_path, model=target, optimizer=restored)
-    assert same_state(snapshot(target, restored), snapshot(model, optimizer))
-
-
 @pytest.mark.parametrize("names", [("model", "optimizer"), ("state_dict", "optimizer_state_dict"), ("net", "optim")])
 @pytest.mark.parametrize("how", ["torch", "dcp"])
 def test_model_optimizer_and_plain_values(tmp_path: Path, names: tuple[str, str], how: str) -> None:
@@ -202,11 +194,6 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, what: dict[str, Any],
     with pytest.raises(CheckpointMismatchError, match=match):
         everygpu.load(tmp_path / "a.pt", **{"model": target} | what)
     assert same_state(snapshot(target), before)
-
-
-def test_map_location_is_for_the_rest(tmp_path: Path) -> None:
-    torch.save({"model": Net(1).state_dict(), "best": torch.ones(2)}, tmp_path / "a.pt")
-    assert everygpu.load(tmp_path / "a.pt", map_location="meta")["best"].device.type == "meta"
 
 
 def test_extra_state_of_modules(tmp_path: Path) -> None:

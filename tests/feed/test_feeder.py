@@ -25,18 +25,17 @@ PROPERTY = settings(max_examples=20, suppress_health_check=[HealthCheck.function
     size=st.integers(0, 9),
     count=st.integers(1, 4),
     prefetch=st.integers(0, 4),
-    split=st.sampled_from(["chunk", "even"]),
 )
-def test_batches_come_once_in_order_and_split_as_planned(devices, num, size, count, prefetch, split):
+def test_batches_come_once_in_order_and_split_as_planned(devices, num, size, count, prefetch):
     used = devices(count)
     loader = batches(num, size)
-    out = list(Feeder(loader, used, prefetch=prefetch, split=split))
+    out = list(Feeder(loader, used, prefetch=prefetch))
     assert len(out) == num
     for (x, y), (expected_x, expected_y) in zip(out, loader):
         assert x.device == y.device == used[0]
         assert gather(x).cpu().equal(expected_x)
         assert gather(y).cpu().equal(expected_y)
-        shards = everygpu.scatter(expected_x, used, split=split)
+        shards = everygpu.scatter(expected_x, used)
         if isinstance(x, ShardedBatch):
             assert [s.shape for s in x.shards] == [s.shape for s in shards]
             assert [s.device for s in x.shards] == used[: len(shards)]
@@ -93,11 +92,6 @@ class TestTargets:
         (x,) = Feeder([torch.ones(3, 8)], model)
         assert [tuple(s.shape) for s in x.shards] == [(3, 2), (3, 6)]
 
-    def test_options_come_before_the_models(self):
-        model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, dim=1, split=[1, 3])
-        (x,) = Feeder([torch.ones(8, 3)], model, dim=0, split="even")
-        assert [tuple(s.shape) for s in x.shards] == [(4, 3), (4, 3)]
-
     def test_a_compiled_wrapper(self):
         model = torch.compile(DataParallel(nn.Linear(3, 2), ["cpu"] * 2), backend="eager")
         assert Feeder([], model).devices == [CPU] * 2
@@ -137,10 +131,6 @@ class TestTargets:
             ({"timeout": True}, "timeout must be more than 0 seconds, got True"),
             ({"timeout": float("nan")}, "timeout must be more than 0 seconds, got nan"),
             ({"timeout": 1, "prefetch": 0}, "needs a thread"),
-            ({"dim": "0"}, "dim must be an int, got '0'"),
-            ({"dim": True}, "dim must be an int, got True"),
-            ({"split": "most"}, "split: must be"),
-            ({"split": [1, 2]}, "split: must be"),
         ],
         ids=str,
     )

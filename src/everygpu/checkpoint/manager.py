@@ -3,32 +3,29 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
-from everygpu.checkpoint.format import MODEL, cut, is_claimed, is_ours
+from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, clear_run, list_saved, step_path
+from everygpu.checkpoint.run_directory import Best, Mode, Rotation, best_first, clear_run, list_saved, step_path
 from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
 from everygpu.checkpoint.states import check_targets
-from everygpu.checkpoint.stop import Stop
+from everygpu.checkpoint.stop import stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
+from everygpu.exit_codes import STOPPED
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
 logger = logging.getLogger("everygpu")
-
-_MIN_ITEM_BYTES = 2
-"""Torch has no smallest and largest of float8."""
 
 
 class CheckpointManager:
@@ -50,7 +47,8 @@ class CheckpointManager:
     files: the directory must be one that all machines see.
 
     SIGTERM and SIGUSR1 end a run, in the ``with`` block or after the first save, at the next `save`: it is written
-    whatever ``every`` says, and the exit code is 143. A second signal ends the process at once.
+    whatever ``every`` says, and the exit code is 143. A second signal ends the process at once. A handler that the
+    program has set itself stays, in place of this.
 
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
@@ -71,7 +69,6 @@ class CheckpointManager:
         every: int = 1,
         best: tuple[str, Mode, int] | None = None,
         asynchronous: bool = False,
-        signals: Collection[int] | None = None,
         overwrite: bool = False,
         **objects: Any,
     ) -> None:
@@ -79,13 +76,12 @@ class CheckpointManager:
 
         Args:
             directory: Of this run alone; made at the first save.
-            keep: How many of the newest whole checkpoints stay, 1 or more; and the newest finite one.
+            keep: How many of the newest whole checkpoints stay, 1 or more.
             every: `save` does its work at steps that are multiples of it.
             best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it stay too, for
                 instance ``("accuracy", "max", 3)``. Of equal ones the earlier is better.
             asynchronous: Whether `save` copies the state to host memory and writes it in a thread, while
                 training goes on. The memory, one copy of the state, is kept until `close`.
-            signals: Which of SIGTERM and SIGUSR1 end the run at a save, by default both; ``()`` for none.
             overwrite: Whether a run that has not resumed removes the checkpoints of an earlier one, as its own first
                 one is written. Without it that is an error.
             **objects: What is saved and resumed, by name: ``model=``, ``optimizer=``, ``scheduler=``, ``data=``, and
@@ -102,9 +98,10 @@ class CheckpointManager:
         self._best = _require_best(best)
         self._objects = {name: value for name, value in objects.items() if value is not None}
         check_targets(self._objects)
-        self._stop = Stop(str(self._name), signals)
         self._background = Background()
         self._rotation = Rotation(self.directory, self.keep, self._best)
+        self._num_calls = 0
+        self._last_call: int | None = None
         self._is_resumed = self._has_metric = False
         self._not_saved: tuple[int, dict[str, Any]] | None = None
         """The last step that `save` was told of, where it was not due."""
@@ -155,8 +152,7 @@ class CheckpointManager:
         step = _require_step(step, "save")
         if not self._objects:
             raise OptionError("save: There is nothing to save. Write CheckpointManager(directory, model=model).")
-        self._stop.listen()
-        is_last = self._stop.is_here()
+        is_last = self._is_last()
         if step % self.every != 0 and not is_last:
             self._not_saved = (step, metrics)
             if is_main():
@@ -165,7 +161,10 @@ class CheckpointManager:
         self._save(step, metrics)
         if is_last:
             self.wait()
-            self._stop.end(step_path(self.directory, step))
+            stop().is_ending = True
+            path = step_path(self.directory, step)
+            logger.warning("%s is saved: the run ends with exit code %d, as a signal asks.", path, STOPPED)
+            raise SystemExit(STOPPED)
         return step_path(self.directory, step)
 
     def latest(self) -> Path | None:
@@ -202,7 +201,7 @@ class CheckpointManager:
         self._close(None)
 
     def __enter__(self) -> "CheckpointManager":
-        self._stop.listen()
+        stop().listen(self)
         return self
 
     def __exit__(
@@ -217,7 +216,7 @@ class CheckpointManager:
             if error is None and self._not_saved is not None:
                 self._save(*self._not_saved)
             self.wait()
-            if error is None and self._best and not self._has_metric and self._stop.num_calls:
+            if error is None and self._best and not self._has_metric and self._num_calls:
                 logger.warning("save: No save to %s had the metric %r of best.", self._name, self._best.metric)
         except CheckpointError:
             if error is None:  # else the log has it, and the block's own error is the one to see
@@ -225,7 +224,19 @@ class CheckpointManager:
         finally:
             while self._spare:
                 self._spare.pop().release()
-            self._stop.leave(has_failed=error is not None)
+            self._last_call = None
+            stop().leave(self, has_failed=error is not None)
+
+    def _is_last(self) -> bool:
+        """Tell at each call of save whether a signal has made it the last one; all ranks find the same call."""
+        stop().listen(self)
+        self._num_calls += 1
+        if self._last_call is None:
+            self._last_call = stop().find_last(str(self._name), self._num_calls)
+        is_last = self._last_call is not None and self._num_calls >= self._last_call
+        # Rank 0 writes, and can be ended meanwhile, which ends all. The others only wait for it.
+        stop().is_ending = is_last and not is_main()
+        return is_last
 
     def _save(self, step: int, given: Mapping[str, Any]) -> None:
         metrics = self._take_metrics(given)
@@ -306,46 +317,14 @@ class CheckpointManager:
                 clear_run(self.directory)
                 saved = list_saved(self.directory)
                 path = step_path(self.directory, step)
-                nonfinite = find_nonfinite(taken.tensors.get(MODEL, {}), check)
-                _warn_of_nonfinite(path, nonfinite, saved)
-                run = {
-                    "step": step,
-                    "serial": max((s.serial for s in saved), default=-1) + 1,
-                    "metrics": metrics,
-                    "num_nonfinite": len(nonfinite),
-                }
-                write_checkpoint(path, taken, run, check=check)
+                serial = max((s.serial for s in saved), default=-1) + 1
+                write_checkpoint(path, taken, {"step": step, "serial": serial, "metrics": metrics}, check=check)
                 self._rotation.trust(path)
                 for other in saved if self._is_clearing else ():
                     if other.path != path and is_ours(other.path):
                         remove_directory(other.path)
                 self._is_clearing = False
                 self._rotation.rotate()
-
-
-def find_nonfinite(tensors: Mapping[str, Tensor], check: Callable[[], object]) -> list[str]:
-    """Name the tensors with values that are nan or infinite, those with nan first: infinities may be a mask's."""
-    found = []
-    for name, t in tensors.items():
-        check()
-        if t.numel() and t.dtype.itemsize >= _MIN_ITEM_BYTES and (t.is_floating_point() or t.is_complex()):
-            real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
-            # One pass without memory of its own: 15 times as fast as isfinite.
-            if not torch.stack(torch.aminmax(real)).isfinite().all():
-                found.append(name)
-    return sorted(found, key=lambda name: not tensors[name].isnan().any())
-
-
-def _warn_of_nonfinite(path: Path, names: list[str], saved: list[Saved]) -> None:
-    """Say that the checkpoint that is about to be written is worse than the newest so far."""
-    others = [s for s in saved if s.is_readable and s.path != path]
-    if names and others and len(names) > others[0].num_nonfinite:
-        more = f" and {len(names) - 1} more of its tensors" if len(names) > 1 else ""
-        logger.warning(
-            "CheckpointManager: The model at %s has nan or infinite values in %s%s. %s stays in addition: "
-            "resume(%d) goes back to it.",
-            *(path.name, names[0], more, others[0].path.name, others[0].step),
-        )
 
 
 def _number(metric: str, value: Any) -> float:

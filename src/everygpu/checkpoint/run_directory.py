@@ -36,8 +36,6 @@ class Saved:
     """Counts the run's saves: the highest was written last, also after the run went back to an earlier step. -1 where
     the checkpoint can't be read, or a file is of another size than it should be."""
     metrics: dict[str, float]
-    num_nonfinite: int = 0
-    """How many tensors of the model have values that are nan or infinite."""
     problem: str = ""
     """What is wrong where it can't be read."""
 
@@ -49,12 +47,6 @@ class Saved:
 def step_path(directory: Path, step: int) -> Path:
     """Name the checkpoint of a step."""
     return directory / f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint's name tells; None for another name."""
-    match = _NAME.fullmatch(path.name)
-    return None if match is None else int(match[1])
 
 
 def is_run_directory(path: Path) -> bool:
@@ -103,15 +95,13 @@ class Rotation:
     def rotate(self) -> None:
         """Remove what need not stay; nothing else may be saving in the directory.
 
-        Of those whose models have the fewest tensors with values that are not finite, the newest stays as well. A
-        checkpoint with altered bytes doesn't count, and stays until enough whole ones are newer.
+        A checkpoint with altered bytes doesn't count, and stays until enough whole ones are newer.
         """
         saved = list_saved(self._directory)
         readable = [s for s in saved if s.is_readable]
         if len(saved) == len(readable) <= self._keep:  # nothing to remove, and no need to read
             return
         stay = self._until_whole(readable, self._keep)
-        stay |= self._until_whole(sorted(readable, key=lambda s: s.num_nonfinite), 1)
         if self._best is not None:
             stay |= self._until_whole(best_first(readable, self._best.metric, self._best.mode), self._best.num)
         for old in saved:
@@ -144,14 +134,14 @@ def _left(directory: Path) -> set[Path]:
 def _look(path: Path) -> Saved | None:
     if path.is_symlink() or (path.exists() and not is_claimed(path)):
         return None
-    step = step_of(path) or 0
+    step = int(path.name.removeprefix("step-"))
     try:
         run: Any = read_document(path if path.exists() else beside(path, "old"))["run"]
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
-        serial, num_nonfinite = int(run["serial"]), int(run["num_nonfinite"])
+        serial = int(run["serial"])
         if serial < 0 or not all(map(math.isfinite, metrics.values())):
             raise ValueError
-        return Saved(path=path, step=step, serial=serial, metrics=metrics, num_nonfinite=num_nonfinite)
+        return Saved(path=path, step=step, serial=serial, metrics=metrics)
     except CheckpointError as error:
         return Saved(path=path, step=step, metrics={}, problem=str(error))
     except (LookupError, TypeError, ValueError, AttributeError):

@@ -24,7 +24,7 @@ from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUErr
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
-LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
+LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verify"})
 """Names that `everygpu.load` takes for itself."""
 
 BEGIN_S = 600.0
@@ -132,7 +132,7 @@ def wait_for_devices(taken: Taken) -> None:
 def write_checkpoint(
     path: Path, taken: Taken, run: Mapping[str, Any] | None = None, *, check: Check = lambda: None
 ) -> Path:
-    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics, num_nonfinite.
+    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics.
 
     ``check`` is called before each file, and before the checkpoint takes its place: what it raises gives the save up.
     """

@@ -333,22 +333,12 @@ def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[
             now.drawn.append((indices_of(batch), None, False))
             yield batch
         return
-    ahead = _draw(batches)
-    while not isinstance(ahead, BaseException):
+    ahead = list(islice(batches, 1))
+    while ahead:
         batch, own = ahead[0], copy.deepcopy(holder.state_dict())
-        ahead = _draw(batches)
-        is_last = isinstance(ahead, StopIteration)
-        now.drawn.append((indices_of(batch), copy.deepcopy(holder.state_dict()) if is_last else own, is_last))
+        ahead = list(islice(batches, 1))
+        now.drawn.append((indices_of(batch), own if ahead else copy.deepcopy(holder.state_dict()), not ahead))
         yield batch
-    if not isinstance(ahead, StopIteration):
-        raise ahead
-
-
-def _draw(batches: Iterator[Any]) -> tuple[Any] | BaseException:
-    try:
-        return (next(batches),)
-    except BaseException as error:  # noqa: BLE001 - raised again at its batch
-        return error
 
 
 def _frozen(indices: Any) -> Any:

@@ -13,30 +13,18 @@ from everygpu.cli.progress_bar import show_bar
 @click.argument("destination", metavar="DST", type=UserPath(path_type=Path))
 @click.option("--section", metavar="NAME", help="The state dict to take, where the source has several.")
 @click.option("--strip-prefix", default="", metavar="TEXT", help="Take this off names that begin with it.")
-@click.option(
-    "--dtype", type=click.Choice(["float64", "float32", "float16", "bfloat16"]), help="Cast floating-point tensors."
-)
-@click.option("--overwrite", is_flag=True, help="Replace a file of weights at DST.")
+@click.option("--overwrite", is_flag=True, help="Replace the file at DST.")
 def convert_checkpoint(
-    source: Path, destination: Path, section: str | None, strip_prefix: str, dtype: str | None, overwrite: bool
+    source: Path, destination: Path, section: str | None, strip_prefix: str, overwrite: bool
 ) -> None:
     """Write the model in SRC to DST, whose name ends with .pt, .pth, .ckpt, .bin or .safetensors.
 
     What is at DST is replaced when the new file is complete.
     """
-    import torch  # not for the help
-
-    from everygpu.checkpoint.convert import convert
+    from everygpu.checkpoint.convert import convert  # not for the help
 
     with show_bar(f"converting {source.name}"):
-        outcome = convert(
-            source,
-            destination,
-            section=section,
-            strip_prefix=strip_prefix,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            overwrite=overwrite,
-        )
+        outcome = convert(source, destination, section=section, strip_prefix=strip_prefix, overwrite=overwrite)
     console = make_console(10_000)
     console.print(plain(f"{destination}: {outcome.num_tensors} tensors ({outcome.format})"))
     if outcome.left_out:

@@ -40,7 +40,7 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
     """Show the tensors in a checkpoint."""
     from everygpu.checkpoint.load import read_any
 
-    contents = read_any(path, section=section, with_values=False)
+    contents = read_any(path, section=section)
     console = make_console(10_000)
     if as_json:
         console.out(json.dumps(describe(path, contents), indent=2))

@@ -30,6 +30,4 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
         console.print(plain(f"{path}: invalid"))
         context.exit(_INVALID)
     files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
-    console.print(
-        f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)}; {report.means})"
-    )
+    console.print(f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)})")
