@@ -99,12 +99,6 @@ def test_a_destination_that_is_taken_is_only_replaced_when_asked_to(tmp_path: Pa
     assert names_in(tmp_path) == {"a.pt", "c.pt", name}
 
 
-def test_names_without_the_prefix_stay(tmp_path: Path) -> None:
-    torch.save({"model.w": torch.ones(1), "loss.w": torch.ones(2)}, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="model.")
-    assert torch.load(tmp_path / "b.pt").keys() == {"w", "loss.w"}
-
-
 def test_a_prefix_that_no_name_has_is_a_wrong_option(tmp_path: Path) -> None:
     torch.save({"model.w": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(OptionError, match="They begin with 'model.'"):

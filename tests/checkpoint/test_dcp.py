@@ -70,11 +70,6 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert found.notes == ()
 
 
-def test_a_flat_state_dict_comes_back(tmp_path: Path) -> None:
-    state = dict(Net(1).state_dict())
-    assert same_state(dict(read_foreign(write_dcp(tmp_path / "ckpt", state)).require_model("")), state)
-
-
 def test_pieces_are_put_together(tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(3, 4)
     pieces = {(0, 0): whole[:2, :3].clone(), (2, 0): whole[2:, :3].clone(), (0, 3): whole[:, 3:].clone()}

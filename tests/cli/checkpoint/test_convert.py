@@ -25,7 +25,7 @@ def test_options(call):
     result = call("convert", "a.pt", "b.safetensors", "--strip-prefix", "module.")
     assert result.exit_code == 0
     assert "left out: 'epoch'" in result.stdout
-    state = load_file("b.safetensors")
+    assert load_file("b.safetensors")
 
 
 def test_overwrite(call):
