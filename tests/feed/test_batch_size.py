@@ -244,7 +244,6 @@ class TestRestoring:
         ({"batch": torch.ones(0, 2)}, OptionError, "has no tensor with rows"),
         ({"batch": (torch.ones(2), torch.ones(3))}, SplitError, "got 2 in batch"),
         *(({"max_rows": value}, OptionError, "max_rows is a whole") for value in (0, None, float("inf"), True)),
-        ({"headroom_pct": "5"}, OptionError, "headroom_pct is from 0"),
         ({"headroom_pct": float("nan")}, OptionError, "headroom_pct is from 0"),
     ],
     ids=str,

@@ -238,7 +238,7 @@ def test_all_workers_may_change(name, before, after):
 
 def test_a_stream_is_not_resumed_with_other_workers():
     for before, after in ("01", "20", "12"):
-        with pytest.raises(CheckpointMismatchError, match=f"num_workers .* was {before} then, {after} now"):
+        with pytest.raises(CheckpointMismatchError, match=f"num_workers={before} then, and {after} now"):
             resumed(LOADERS["own stream"], 2, WORKERS[before], WORKERS[after])
 
 
@@ -251,9 +251,6 @@ def test_the_seed():
     torch.manual_seed(1)
     first = orders(LOADERS["by a generator"])
     assert first == orders(LOADERS["by a generator"]), "that generator decides"
-    for seed in (-1, 2**63, 1.0, True, "0"):
-        with pytest.raises(OptionError, match="seed must be"):
-            Feeder([], "cpu", seed=seed)
 
 
 def test_what_the_loop_draws_is_its_own():
@@ -506,9 +503,9 @@ class TestPosition:
     @pytest.mark.parametrize(
         ("other", "reason"),
         [
-            (lambda: DataLoader(range(9), 2), "number of batches was 3 then, 5 now"),
-            (lambda: DataLoader(range(10), 4), "number of rows was 9 then, 10 now"),
-            (lambda: DataLoader(range(9), 3), "batch_size was 4 then, 3 now"),
+            (lambda: DataLoader(range(9), 2), "batches=3 then, and 5 now"),
+            (lambda: DataLoader(range(10), 4), "rows=9 then, and 10 now"),
+            (lambda: DataLoader(range(9), 3), "batch_size=4 then, and 3 now"),
         ],
     )
     def test_other_data_is_refused_in_the_middle_of_a_pass(self, other, reason):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.errors import DeviceError, OptionError, RankError
-from everygpu.feed.feeder import data_parallel_in, find_route, is_number
+from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.ranks.group import joined
@@ -87,7 +87,7 @@ def find_batch_size(
     count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
     if type(max_rows) is not int or max_rows < 1:
         raise OptionError(f"find_batch_size: max_rows is a whole number from 1, got {max_rows!r}.")
-    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
+    if not 0 <= headroom_pct < 100:
         raise OptionError(f"find_batch_size: headroom_pct is from 0 to below 100, got {headroom_pct!r}.")
     num_rows = find_rows([("batch", batch)], route.dim, count)
     if not num_rows:

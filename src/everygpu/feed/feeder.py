@@ -2,12 +2,10 @@
 
 import weakref
 from collections.abc import Iterable
-from numbers import Real
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError
@@ -59,7 +57,7 @@ class Feeder:
             has indices.
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated, or has ``in_order=False``.
-        DeviceError: a device is unknown, absent or named twice.
+        DeviceError: a device is unknown or absent, or ``model_or_devices`` is something else.
     Source:
         ``DataLoader(pin_memory=True)`` with ``Tensor.to(non_blocking=True)``, ahead of time and to several devices.
     """
@@ -76,9 +74,12 @@ class Feeder:
     ) -> None:
         kind = type(loader)
         if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
-            raise OptionError(f"Feeder: {describe(loader)} is no iterable of batches. Pass for instance a DataLoader.")
-        check_target(model_or_devices, "Feeder")
-        _check_options(prefetch, seed, timeout, sharded)
+            raise OptionError(f"Feeder: {loader!r} is no iterable of batches. Pass for instance a DataLoader.")
+        if prefetch < 0 or (timeout is not None and (timeout <= 0 or prefetch == 0)):
+            raise OptionError(
+                f"Feeder: prefetch counts batches, from 0, and timeout seconds, with prefetch from 1; got {prefetch!r} "
+                f"and {timeout!r}."
+            )
         self.loader = loader
         self._order = Order(loader, seed, sharded)
         self._route = find_route(model_or_devices)
@@ -178,36 +179,3 @@ def data_parallel_in(model: nn.Module) -> DataParallel | None:
             return None
         model = model.get_submodule(child)
     return model
-
-
-def check_target(target: Any, caller: str) -> None:
-    """Refuse what is neither a model nor could be devices; those are looked at by ``parse_devices``."""
-    is_known = target is None or isinstance(target, (nn.Module, TrainStep, str, torch.device, SupportsIndex))
-    if not is_known and (isinstance(target, DataLoader) or not isinstance(target, Iterable)):
-        raise OptionError(
-            f"{caller}: model_or_devices must be a model, a TrainStep or devices, got {describe(target)}. "
-            f"Leave it out for every device."
-        )
-
-
-def is_number(value: Any) -> bool:
-    """Tell whether a value can be compared with numbers, and is meant as one."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def describe(value: Any) -> str:
-    """Name what was passed by its type; its own text may be pages long."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__}"
-
-
-def _check_options(prefetch: Any, seed: Any, timeout: Any, sharded: Any) -> None:
-    for name, value, is_right, what in (
-        ("prefetch", prefetch, type(prefetch) is int and prefetch >= 0, "a whole number from 0"),
-        ("seed", seed, seed is None or (type(seed) is int and 0 <= seed < 2**63), "a whole number from 0 to 2**63 - 1"),
-        ("timeout", timeout, timeout is None or (is_number(timeout) and timeout > 0), "more than 0 seconds"),
-        ("sharded", sharded, isinstance(sharded, bool), "True or False"),
-    ):
-        if not is_right:
-            raise OptionError(f"Feeder: {name} must be {what}, got {value!r}. Leave it out for its default.")
-    if timeout is not None and prefetch == 0:
-        raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")

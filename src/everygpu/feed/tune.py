@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.errors import OptionError
-from everygpu.feed.feeder import Feeder, Target, check_target, describe, is_number
+from everygpu.feed.feeder import Feeder, Target
 
 GAIN = 0.05
 """More workers are worth their memory when they are faster by this part."""
@@ -58,13 +58,10 @@ def tune_workers(
         ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
     if not isinstance(loader, DataLoader):
-        raise OptionError(
-            f"tune_workers: {describe(loader)} is no DataLoader. Other iterables have no workers to tune."
-        )
-    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise OptionError(f"tune_workers: {loader!r} is no DataLoader. Other iterables have no workers to tune.")
+    if not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
     numbers = _numbers_to_try(candidates)
-    check_target(model_or_devices, "tune_workers")
     rates: dict[int, float] = {}
     for num_workers in numbers:
         with rng_states_kept(with_cuda=False):
