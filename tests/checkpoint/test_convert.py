@@ -2,7 +2,6 @@
 
 import os
 import signal
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,23 +120,6 @@ def test_small_parts_of_large_memory_are_written_alone(tmp_path: Path) -> None:
     for name in ("b.pt", "b.safetensors"):
         convert(tmp_path / "a.pt", tmp_path / name)
         assert (tmp_path / name).stat().st_size < 5_000
-
-
-@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
-def test_permissions_and_links(tmp_path: Path, name: str) -> None:
-    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    (tmp_path / "real").mkdir()
-    os.symlink(f"real/{name}", tmp_path / name)
-    old = os.umask(0o027)
-    try:
-        convert(tmp_path / "a.pt", tmp_path / name)
-    finally:
-        os.umask(old)
-    assert (tmp_path / name).is_symlink()
-    assert stat.S_IMODE((tmp_path / "real" / name).stat().st_mode) == 0o640
-    (tmp_path / "real" / name).chmod(0o604)
-    convert(tmp_path / "a.pt", tmp_path / name, overwrite=True)
-    assert stat.S_IMODE((tmp_path / "real" / name).stat().st_mode) == 0o604
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

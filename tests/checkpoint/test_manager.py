@@ -227,21 +227,6 @@ def test_all_damaged_is_an_error_that_lists_them(tmp_path: Path) -> None:
         checkpoints.resume()
 
 
-def test_a_damaged_one_does_not_count_towards_keep_nor_as_best(tmp_path: Path) -> None:
-    first = manager(tmp_path, keep=9)
-    for step, loss in enumerate([2.0, 1.0, 3.0]):
-        put(first, step, loss=loss)
-    flip(tmp_path / "step-00000001" / "model.safetensors")
-    flip(tmp_path / "step-00000002" / "model.safetensors")
-    checkpoints = manager(tmp_path, keep=2, best=("loss", "min", 1))
-    with pytest.warns(UserWarning, match="is taken"):
-        assert checkpoints.resume() == 0
-    put(checkpoints, 3, loss=5)
-    assert steps_in(tmp_path) == [0, 1, 2, 3], "the last whole one but the newest is gone"
-    put(checkpoints, 4, loss=5)
-    assert steps_in(tmp_path) == [0, 1, 3, 4]
-
-
 def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = everygpu.save(tmp_path / "ckpt", model=Net())
     flip(path / "model.safetensors")

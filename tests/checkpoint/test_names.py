@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import everygpu
-from everygpu.checkpoint.modules import clean_names, find_prefix, match_names, rename, strip_prefix, unwrap
+from everygpu.checkpoint.modules import clean_names, find_prefix, rename, strip_prefix, unwrap
 from everygpu.errors import CheckpointMismatchError
+from everygpu.keys import match_names
 from tests.checkpoint.models import WRAPPERS, compiled, same_state, snapshot
 
 

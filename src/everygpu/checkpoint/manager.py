@@ -14,7 +14,7 @@ from everygpu.checkpoint.background import Background
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
 from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.run_directory import Best, Mode, Rotation, best_first, clear_run, list_saved, step_path
+from everygpu.checkpoint.run_directory import Mode, best_first, clear_run, list_saved, rotate, step_path
 from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
 from everygpu.checkpoint.states import check_targets
@@ -75,7 +75,7 @@ class CheckpointManager:
 
         Args:
             directory: Of this run alone; made at the first save.
-            keep: How many of the newest whole checkpoints stay, 1 or more.
+            keep: How many of the newest checkpoints stay, 1 or more.
             every: `save` does its work at steps that are multiples of it.
             best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it stay too, for
                 instance ``("accuracy", "max", 3)``. Of equal ones the earlier is better.
@@ -92,13 +92,19 @@ class CheckpointManager:
         # The program may change its working directory, also while it saves.
         self._name = as_path(directory, "CheckpointManager")
         self.directory = self._name.absolute()
-        self.keep, self.every = _require_positive("keep", keep), _require_positive("every", every)
+        if any(type(number) is not int or number < 1 for number in (keep, every)):
+            raise OptionError(f"CheckpointManager: keep and every count from 1, got {keep!r} and {every!r}.")
+        kinds = [type(one) for one in best or ()]
+        if best is not None and (kinds != [str, str, int] or best[1] not in get_args(Mode) or best[2] < 1):
+            raise OptionError(
+                f"CheckpointManager: best is a metric, 'min' or 'max', and a number, got {cut(repr(best))}. Pass for "
+                f"instance best=('accuracy', 'max', 3)."
+            )
+        self.keep, self.every, self._best = keep, every, best
         self.asynchronous, self._is_clearing = asynchronous, overwrite
-        self._best = _require_best(best)
         self._objects = {name: value for name, value in objects.items() if value is not None}
         check_targets(self._objects)
         self._background = Background()
-        self._rotation = Rotation(self.directory, self.keep, self._best)
         self._num_calls = 0
         self._last_call: int | None = None
         self._is_resumed = self._has_metric = False
@@ -182,7 +188,7 @@ class CheckpointManager:
         self._settle()
         if self._best is None:
             raise OptionError("best: No metric is known. Write CheckpointManager(directory, best=('loss', 'min', 1)).")
-        found = best_first(list_saved(self.directory), self._best.metric, self._best.mode)
+        found = best_first(list_saved(self.directory), *self._best[:2])
         return found[0].path if found else None
 
     def wait(self) -> None:
@@ -216,7 +222,7 @@ class CheckpointManager:
                 self._save(*self._not_saved)
             self.wait()
             if error is None and self._best and not self._has_metric and self._num_calls:
-                logger.warning("save: No save to %s had the metric %r of best.", self._name, self._best.metric)
+                logger.warning("save: No save to %s had the metric %r of best.", self._name, self._best[0])
         except CheckpointError:
             if error is None:  # else the log has it, and the block's own error is the one to see
                 raise
@@ -270,10 +276,10 @@ class CheckpointManager:
         # A Meter's rows are those of one rank; all ranks come here.
         numbers = {n: _number(n, value.sync() if hasattr(value, "sync") else value) for n, value in given.items()}
         if self._best is not None and numbers:
-            self._has_metric |= self._best.metric in numbers
+            self._has_metric |= self._best[0] in numbers
             if not self._has_metric:  # it may be computed at some saves only
                 raise OptionError(
-                    f"save: best is by {self._best.metric!r}, got {', '.join(map(repr, numbers))}. Give both the same "
+                    f"save: best is by {self._best[0]!r}, got {', '.join(map(repr, numbers))}. Give both the same "
                     f"name, or leave metrics out where it is not computed yet."
                 )
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -318,12 +324,11 @@ class CheckpointManager:
                 path = step_path(self.directory, step)
                 serial = max((s.serial for s in saved), default=-1) + 1
                 write_checkpoint(path, taken, {"step": step, "serial": serial, "metrics": metrics})
-                self._rotation.trust(path)
                 for other in saved if self._is_clearing else ():
                     if other.path != path and is_ours(other.path):
                         remove_directory(other.path)
                 self._is_clearing = False
-                self._rotation.rotate()
+                rotate(self.directory, self.keep, self._best)
 
 
 def _number(metric: str, value: Any) -> float:
@@ -335,29 +340,10 @@ def _number(metric: str, value: Any) -> float:
         ) from cause
 
 
-def _require_positive(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise OptionError(f"CheckpointManager: {name} is a whole number from 1 on, got {value!r}. Pass e.g. 3.")
-    return value
-
-
 def _require_step(step: Any, function: str) -> int:
     if type(step) is int and step >= 0:
         return step
     raise OptionError(
         f"{function}: step is a whole number from 0 on, got {cut(repr(step))}. What is saved is passed to "
         f"CheckpointManager(directory, model=model)."
-    )
-
-
-def _require_best(best: Any) -> Best | None:
-    if best is None:
-        return None
-    if isinstance(best, tuple | list) and len(best) == 3:
-        metric, mode, num = best
-        if isinstance(metric, str) and mode in get_args(Mode) and type(num) is int and num >= 1:
-            return Best(metric, mode, num)
-    raise OptionError(
-        f"CheckpointManager: best is a metric, 'min' or 'max', and a number, got {cut(repr(best))}. Pass for instance "
-        f"best=('accuracy', 'max', 3)."
     )

@@ -18,7 +18,7 @@ from everygpu import keys
 from everygpu.checkpoint.parts import EXTRA_STATE, is_version
 from everygpu.checkpoint.values import identity
 from everygpu.errors import CheckpointMismatchError
-from everygpu.keys import bare_key
+from everygpu.keys import bare_key, match_names
 from everygpu.torch_private.modules import NormBase
 from everygpu.tree import map_leaves
 
@@ -119,18 +119,6 @@ def clean_paths(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
     return {path: known.get(f"{path}." if path else "", f"{path}.").rstrip(".") for path in paths}
 
 
-def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Pair names that are equal; then those that are without wrappers' segments, where that leaves one choice."""
-    saved, wanted = list(saved), set(wanted)
-    pairs = {name: name for name in saved if name in wanted}
-    free_wanted = _by_bare_name(wanted - pairs.keys())
-    for bare, names in _by_bare_name(name for name in saved if name not in pairs).items():
-        partners = free_wanted.get(bare, [])
-        if len(names) == len(partners) == 1:
-            pairs[names[0]] = partners[0]
-    return pairs
-
-
 def find_prefix(names: Iterable[str], expected: Collection[str]) -> str:
     """Find the prefix under which there are more than half of the expected names, as Lightning's ``model.``.
 
@@ -180,13 +168,6 @@ def _clean_paths(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[
     for name, child in module._modules.items():
         if child is not None:
             yield from _clean_paths(child, f"{raw}{name}.", clean if name == inner else f"{clean}{name}.")
-
-
-def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    bare: dict[str, list[str]] = {}
-    for name in names:
-        bare.setdefault(bare_key(name), []).append(name)
-    return bare
 
 
 def _tied_names(saved: Mapping[str, str], own: Mapping[str, Any]) -> dict[str, str]:
