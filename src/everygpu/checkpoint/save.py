@@ -15,12 +15,14 @@ from torch import Tensor
 
 from everygpu import errors
 from everygpu.checkpoint.background import Background
+from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_together
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, write_files
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import check_parts, encode_parts
 from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError
+from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
@@ -42,6 +44,16 @@ class Taken:
     tensors: dict[str, dict[str, Tensor]]
     """By `MODEL` and `TRAINING`, and by name: the run's own tensors, not copies."""
 
+    def write(self, directory: Path, document: Mapping[str, Any]) -> None:
+        """Write the files of a checkpoint to an empty directory."""
+        spread = next((n for tensors in self.tensors.values() for n, t in tensors.items() if is_shard(t)), None)
+        if spread is not None:
+            raise CheckpointContentError(
+                f"save: {spread} is shared out over ranks, and no model or optimizer that is was passed along. Pass "
+                f"model=model, too."
+            )
+        write_files(directory, self.tensors, document)
+
 
 def save(
     path: str | os.PathLike[str],
@@ -61,7 +73,8 @@ def save(
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
     Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
-    under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
+    under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first. What is shared out, by
+    ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks, each some files with whole tensors.
 
     Args:
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
@@ -106,7 +119,12 @@ def save(
         Background().run(lambda: write_checkpoint(where, taken))
 
     ranks = one_writer()
-    ranks.write(ranks.next_key(f"save to {where}"), work)
+    key = ranks.next_key(f"save to {where}")
+    if is_spread(parts):
+        dealt = deal(take(parts), key)
+        Background().run(lambda: write_together(ranks, dealt, lambda: write_checkpoint(where, dealt)))
+    else:
+        ranks.write(key, work)
     return where
 
 
@@ -129,12 +147,12 @@ def wait_for_devices(taken: Taken) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = None) -> Path:
+def write_checkpoint(path: Path, taken: Taken | Dealt, run: Mapping[str, Any] | None = None) -> Path:
     """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager
     with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
-        write_files(directory, taken.tensors, document)
+        taken.write(directory, document)
     return path
 
 
