@@ -78,7 +78,7 @@ def save_then_load_all(folder, places, size):
         rest = everygpu.load(saved, model=model, optimizer=optimizer)
         expected, loaded = torch.load(saved.with_suffix(".pt")), everything(model, optimizer)
         is_equal = expected.keys() == loaded.keys() and all(torch.equal(loaded[k], v) for k, v in expected.items())
-        found[level, size, *there] = is_equal and rest["note"] == [0, torch.tensor(0)]
+        found[(level, size, *there)] = is_equal and rest["note"] == [0, torch.tensor(0)]
         train(model, optimizer, [4])
     return found
 
@@ -142,7 +142,7 @@ def faults(folder):
     assert not (folder / "whole").exists()
     everygpu.save(folder / "whole", model=model, optimizer=optimizer)
     with pytest.raises(CheckpointContentError, match="is shared out"):
-        everygpu.save(folder / f"state{rank}", ema=model.state_dict())
+        everygpu.save(folder / "state", ema=model.state_dict())
     by_ranks.MEET_S = 0.2
     if rank == 0:
         with pytest.raises(RankError, match="Call save on all ranks"):

@@ -74,9 +74,13 @@ def write_files(directory: Path, tensors: Mapping[str, Tensors], document: Mappi
     write_document(directory, files, write_tensors(directory, files), document)
 
 
-def files_of(tensors: Mapping[str, Tensors], limit: int = SHARD_BYTES) -> dict[str, dict[str, Tensor]]:
+def files_of(tensors: Mapping[str, Tensors], limit: int | None = None) -> dict[str, dict[str, Tensor]]:
     """Deal tensors to files of so many bytes at most, or of one tensor."""
-    return {file: part for stem, group in tensors.items() for file, part in _shards(stem, group, limit).items()}
+    return {
+        file: part
+        for stem, group in tensors.items()
+        for file, part in _shards(stem, group, limit or SHARD_BYTES).items()
+    }
 
 
 def write_tensors(directory: Path, files: Mapping[str, Tensors]) -> dict[str, str]:

@@ -73,8 +73,9 @@ def save(
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
     Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
-    under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first. What is shared out, by
-    ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks, each some files with whole tensors.
+    under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
+    A model that is shared out, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks, each some
+    files with whole tensors.
 
     Args:
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
