@@ -288,7 +288,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
         outputs = self.parallel_apply(calls, args, kwargs_of)
-        note_writes((inputs, kwargs))
+        if call is not None:
+            note_writes(call)
         self._average_buffers(modules, call)
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)

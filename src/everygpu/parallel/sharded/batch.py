@@ -111,7 +111,6 @@ class ShardedBatch(Tensor):
     _memory: Memory
     _parts: tuple[Tensor, ...]
     _kept: JoinedValues | None
-    _reused_versions: tuple[int, ...] | None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
@@ -289,9 +288,7 @@ def _new(
     # C++ code that takes a pointer must fail rather than read from nowhere.
     throw_on_data_ptr(batch)
     # At once: each attribute that is set on its own takes 0.2 us.
-    batch.__dict__.update(
-        shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory, _kept=kept, _reused_versions=None
-    )
+    batch.__dict__.update(shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory, _kept=kept)
     return batch
 
 
