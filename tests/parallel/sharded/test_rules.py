@@ -110,10 +110,6 @@ def matrix(num_rows: int, seed: int = 0) -> Rows:
     return Rows(numbers(num_rows, C, seed=seed), 0)
 
 
-def turned(num_rows: int) -> Rows:
-    return Rows(numbers(C, num_rows), 1)
-
-
 def mask(num_rows: int, dim: int) -> Rows:
     return Rows(numbers(*shape_of(num_rows, dim)) > 0.5, dim)
 
@@ -228,33 +224,6 @@ CALLS: dict[str, list[Any]] = {
     "sum.dim_IntList": [*over_several(), lambda n, d: (x_of(n, d), [d], {"dtype": torch.float32})],
     "mean.dim": [*over_several(), lambda n, d: (x_of(n, d), None)],
     **{f"{name}.default": [*over_several(), *everything] for name in ("amax", "amin")},
-    "mm.default": [
-        lambda n, d: (matrix(n), numbers(C, 2)),
-        lambda n, d: (numbers(2, C), turned(n)),
-        lambda n, d: (turned(n), matrix(n)),
-        lambda n, d: (turned(n), numbers(n, 2)),
-        lambda n, d: (numbers(2, n), matrix(n)),
-        lambda n, d: (matrix(n), turned(n)),
-        lambda n, d: (matrix(n), Rows(numbers(C, 2), 0, sizes=[1, 3])),
-    ],
-    "mv.default": [
-        lambda n, d: (matrix(n), numbers(C)),
-        lambda n, d: (turned(n), Rows(numbers(n), 0)),
-        lambda n, d: (turned(n), numbers(n)),
-        lambda n, d: (numbers(2, n), Rows(numbers(n), 0)),
-    ],
-    "addmm.default": [
-        lambda n, d: (numbers(2), matrix(n), numbers(C, 2)),
-        lambda n, d: (numbers(n, 1), matrix(n), numbers(C, 2), {"beta": 2, "alpha": 3}),
-        lambda n, d: (Rows(numbers(n, 2), 0), matrix(n), numbers(C, 2)),
-        lambda n, d: (numbers(C), turned(n), matrix(n)),
-        lambda n, d: (numbers(), matrix(n), numbers(C, 2)),
-    ],
-    "bmm.default": [
-        lambda n, d: (x_of(n, 0), Rows(numbers(n, T, 2), 0)),
-        lambda n, d: (x_of(n, 0), numbers(n, T, 2)),
-        lambda n, d: (x_of(n, 1), numbers(C, T, 2)),
-    ],
     "cat.default": [
         lambda n, d: ([x_of(n, d), x_of(n, d, 1)], 2),
         lambda n, d: ([x_of(n, d), numbers(*shape_of(n, d)).float()], -1),
@@ -272,7 +241,7 @@ CALLS: dict[str, list[Any]] = {
     "full_like.default": [lambda n, d: (x_of(n, d), 3), lambda n, d: (x_of(n, d), True, {"dtype": torch.bool})],
     **{f"{name}.default": resized for name in ("new_zeros", "new_ones", "new_empty")},
     "new_full.default": [lambda n, d: (x_of(n, d), shape_of(n, d), 7), lambda n, d: (x_of(n, d), [2], 7)],
-    "t.default": [lambda n, d: (matrix(n),), lambda n, d: (turned(n),), lambda n, d: (Rows(numbers(n), 0),)],
+    "t.default": [lambda n, d: (matrix(n),), lambda n, d: (Rows(numbers(n), 0),)],
     "transpose.int": [lambda n, d, dims=dims: (x_of(n, d), *dims) for dims in ((0, 2), (0, 1), (1, 1), (-1, 1))],
     "permute.default": [lambda n, d: (x_of(n, d), [2, 0, 1]), lambda n, d: (x_of(n, d), [-1, -2, 0])],
     "unsqueeze.default": [lambda n, d, at=at: (x_of(n, d), at) for at in (-4, -1, 0, 1, 2, 3)],

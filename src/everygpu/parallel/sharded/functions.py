@@ -59,18 +59,13 @@ def _on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(joined_values(args[0]), *args[1:], **kwargs)
 
 
-def _with_lost_argument(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function with an argument that torch doesn't hand over; the frame of torch's own function has it."""
-    frame, name = inspect.currentframe(), _LOST_ARGUMENTS[func]
+def _l1_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call ``l1_loss`` with its weight, which torch doesn't hand over: the frame of torch's own function has it."""
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not func.__code__:
         frame = frame.f_back
-    lost = None if frame is None else frame.f_locals.get(name)
-    if lost is None:
-        return _composed_loss(func, args, kwargs) if func is F.l1_loss else _call(func, args, kwargs)
-    return _call(func, args, {**kwargs, name: lost})
-
-
-_LOST_ARGUMENTS: dict[Any, str] = {F.l1_loss: "weight", torch.chain_matmul: "out"}
+    weight = None if frame is None else frame.f_locals.get("weight")
+    return _composed_loss(func, args, kwargs) if weight is None else _call(func, args, {**kwargs, "weight": weight})
 
 
 def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -270,6 +265,6 @@ FUNCTIONS: dict[Any, Rule] = {
         ),
         _composed_loss,
     ),
-    **dict.fromkeys(_LOST_ARGUMENTS, _with_lost_argument),
+    F.l1_loss: _l1_loss,
 }
 """Replacements of functions, by function."""

@@ -7,8 +7,6 @@ on the joined tensor. Declining is always correct.
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -251,55 +249,13 @@ def extremum(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(found, [0]) if "dim" in call else func(found)
 
 
-# Matrix products.
-
-
-def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``mm``, ``mv``: rows times a matrix, a matrix times columns, or a sum over the rows."""
-    a, b = args
-    a_dim, b_dim = _row_dim(a), _row_dim(b)
-    if a_dim == a.ndim - 1 or b_dim == 0:  # rows on the inner dimension of both: the gradient of a weight
-        spec = spec_of([b if b_dim == 0 else a])
-        columns = [shard_rows(a, spec._replace(from_right=1)), shard_rows(b, spec._replace(from_right=b.ndim))]
-        return sum_parts(call_on_parts(func, columns, {}), spec.layout)
-    if (a_dim is None) == (b_dim is None):
-        raise Declined
-    layout = (b if a_dim is None else a)._layout
-    columns = [replicate_operand(x, layout) if d is None else parts_of(x) for x, d in ((a, a_dim), (b, b_dim))]
-    return wrap(call_on_parts(func, columns, kwargs), layout, 1 if a_dim is None else 0)
-
-
-def _row_dim(x: Tensor) -> int | None:
-    return x.shard_dim if isinstance(x, ShardedBatch) and has_parts(x) else None
-
-
-def addmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``addmm``: rows times a matrix, plus a bias."""
-    bias, a, b = args
-    spec = spec_of([a])
-    if spec.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
-        raise Declined
-    columns = [shard_operand(bias, spec), parts_of(a), replicate_operand(b, spec.layout)]
-    return wrap(call_on_parts(func, columns, kwargs), spec.layout, 0)
-
-
-def bmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``bmm``, one product a row."""
-    spec = spec_of(args)
-    if spec.from_right != 3:
-        raise Declined
-    return wrap(call_on_parts(func, [shard_rows(a, spec) for a in args], kwargs), spec.layout, 0)
-
-
 # Several tensors in one.
 
 
 def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` of batches along another dimension than the rows'; results per replica also along it."""
+    """``cat`` and ``stack`` of batches along another dimension than the rows'."""
     call = named(func, args, kwargs)
     tensors, dim, is_new = call["tensors"], call["dim"], func == torch.ops.aten.stack.default
-    if not is_new and _are_results_along(dim, tensors):
-        return _in_a_row(tensors)
     spec, ndim = spec_of(tensors), tensors[0].ndim
     if any(t.ndim != ndim for t in tensors):
         raise Declined
@@ -308,27 +264,6 @@ def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise Declined
     parts = call_on_parts(lambda *shards: func(shards, dim), [shard_rows(t, spec) for t in tensors], {})
     return wrap(parts, spec.layout, row + (is_new and at <= row))
-
-
-def _are_results_along(dim: int, tensors: Sequence[Tensor]) -> bool:
-    """Tell whether all are results per replica, alike in all but the number of entries on one dimension."""
-    results = [t for t in tensors if isinstance(t, ShardedBatch) and t._layout.weights is not None]
-    kinds = {(t.dtype, t._layout.home, t.shard_dim, *t.select(t.shard_dim, 0).shape) for t in results}
-    return len(results) == len(tensors) and len(kinds) == 1 and dim % results[0].ndim == results[0].shard_dim
-
-
-def _in_a_row(batches: Sequence[ShardedBatch]) -> ShardedBatch:
-    """Chain results per replica of several calls, each entry with its weight."""
-    layouts = [b._layout for b in batches]
-    layout = replace(
-        layouts[0],
-        devices=tuple(chain.from_iterable(x.devices for x in layouts)),
-        sizes=tuple(chain.from_iterable(x.sizes for x in layouts)),
-        weights=tuple(chain.from_iterable(x.weights or () for x in layouts)),
-        streams=tuple(dict.fromkeys(chain.from_iterable(x.streams for x in layouts))),
-    )
-    # Copies, as replicas may be given the parts, and write into them.
-    return wrap([p.clone() for b in batches for p in parts_of(b)], layout, batches[0].shard_dim)
 
 
 UNTAGGED = (
@@ -351,8 +286,5 @@ RULES: dict[Any, Rule] = rules_for(
     (over_other_dims, OVER_OTHER_DIMS),
     (sum_or_mean, "sum.default sum.dim_IntList mean.default mean.dim"),
     (extremum, "max.default min.default any.default all.default amax amin"),
-    (matmul, "mm.default mv.default"),
-    (addmm, "addmm.default"),
-    (bmm, "bmm.default"),
     (concat, "cat.default stack.default"),
 )
