@@ -137,18 +137,6 @@ def test_rows_of_one_element_are_no_results(devices):
         assert [model(batch(rows, used[0])[0]).shard_rows for rows in (3, 4, 12)] == [None] * 3
 
 
-def test_gradient_with_respect_to_the_output(devices):
-    used = devices(3)
-    bare, model = pair(used)
-    x, _ = batch(11, used[0])
-    grads = []
-    for net in (bare, model):
-        out = net(x)
-        (g,) = torch.autograd.grad(out.pow(3).sum(), out)
-        grads.append(plain(g))
-    torch.testing.assert_close(grads[1], grads[0])
-
-
 def test_hooks_and_retained_gradients(devices):
     used = devices(3)
     bare, model = pair(used)
@@ -215,15 +203,6 @@ class Tripled(torch.autograd.Function):
         return grad * 3
 
 
-def test_custom_function(devices):
-    used = devices(3)
-    bare, model = pair(used)
-    x, _ = batch(11, used[0])
-    for net in (bare, model):
-        Tripled.apply(net(x)).pow(2).sum().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
-
-
 def test_joined_under_no_grad_and_used_with_grad(devices):
     used = devices(3)
     bare, model = pair(used)
@@ -243,11 +222,6 @@ def test_gather_joined_gives_plain_tensors(devices):
     assert type(model(x)) is torch.Tensor
     torch.testing.assert_close(model(x), bare(x))
     assert model(x).device == used[0]
-
-
-def test_gather_is_one_of_two():
-    with pytest.raises(OptionError, match="joined"):
-        everygpu.DataParallel(build("cpu"), ["cpu"], gather="somehow")
 
 
 def test_gather_leaves_what_is_joined_already_alone(devices):

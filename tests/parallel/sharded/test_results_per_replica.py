@@ -175,25 +175,11 @@ class TestResultsPerReplica:
         x, _ = self.batch([1.0, 2.0], [3, 1])
         assert type(use(x)) is Tensor
 
-    def test_weights_outlive_a_write(self) -> None:
-        x, _ = self.batch([1.0, 2.0, 4.0], [3, 2, 1])
-        y = x * 1
-        y[0] = 7
-        torch.testing.assert_close(y.mean().item(), (21 + 4 + 4) / 6)
-
     def test_a_replica_without_rows_counts_for_nothing(self) -> None:
         x, entries = self.batch([1.0, float("nan")], [3, 0])
         x.mean().backward()
         assert x.mean().item() == 1
         assert [e.grad.item() for e in entries] == [1, 0]
-
-    def test_others_do_not_weigh(self) -> None:
-        x, _ = self.batch([1.0, 2.0], [3, 1])
-        assert x.sum().item() == 3
-        assert x.tolist() == [1, 2]
-        assert join(x).mean().item() == 1.5
-        assert x.std().item() == pytest.approx(0.5**0.5)
-        assert x.shard_rows == (3, 1)
 
     def test_in_half_precision(self) -> None:
         x = shard_batch([torch.tensor([60000.0]).half(), torch.tensor([60000.0]).half()], CPU, 0, [5, 3])
