@@ -23,11 +23,7 @@ Named = Sequence[tuple[str, Any]]
 
 
 class Arguments:
-    """A call's arguments, taken apart into leaves once, and put together again around each replica's.
-
-    Args:
-        named: The arguments with their names.
-    """
+    """A call's arguments, taken apart into leaves once, and put together again around each replica's."""
 
     def __init__(self, named: Named) -> None:
         self.leaves: list[tuple[str, Any]] = []
@@ -62,16 +58,9 @@ def name_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple
 
 
 def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
-    """Read the batch size off the tensors of a call, and off what else has rows.
+    """Read the batch size off the tensors of a call and what else has rows; None when there is none to split.
 
-    Args:
-        named: Arguments with their names; containers are searched.
-        dim: The dimension along which tensors are split.
-        num_devices: Devices that the rows are for; 0 if that isn't known. See ``has_entry_per_device``.
-    Returns:
-        The batch size all tensors, arrays, ``Rows`` and registered batches agree on; None when there is none to split.
-    Raises:
-        SplitError: two disagree, or one has no such dimension.
+    ``num_devices`` are those that the rows are for, 0 where that isn't known: see ``has_entry_per_device``.
     """
     return count_rows(Arguments(named).leaves, dim, num_devices)
 

@@ -155,11 +155,7 @@ def sum_parts(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
 
 
 def dims_of(dim: Any, ndim: int) -> list[int]:
-    """Return the dimensions that a ``dim`` argument names; all, if it is None or empty.
-
-    Raises:
-        IndexError: as torch raises it.
-    """
+    """Return the dimensions that a ``dim`` argument names: all, if it is None or empty."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(ndim))
     dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
