@@ -11,7 +11,7 @@ from everygpu import comm
 
 
 def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Give every device a copy of its own, the first ``x`` itself if it is there; gradients are summed in their order."""
+    """Give every device a copy, the first ``x`` itself if it is there; gradients are summed in their order."""
     with keep_requires_grad(x):
         if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
             # Autograd runs a node where its first output is.
