@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu import ShardedBatch
-from everygpu.errors import CallError, OptionError
+from everygpu.errors import CallError
 
 LOSSES = {
     "cross_entropy": lambda out, y: F.cross_entropy(out, y),
@@ -213,27 +213,6 @@ def test_joined_under_no_grad_and_used_with_grad(devices):
             out.cpu()
         torch.linalg.norm(out).backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
-
-
-def test_gather_joined_gives_plain_tensors(devices):
-    used = devices(3)
-    bare, model = pair(used, gather="joined")
-    x, _ = batch(11, used[0])
-    assert type(model(x)) is torch.Tensor
-    torch.testing.assert_close(model(x), bare(x))
-    assert model(x).device == used[0]
-
-
-def test_gather_leaves_what_is_joined_already_alone(devices):
-    used = devices(3)
-    _, model = pair(used)
-    x, _ = batch(1, used[0])
-    out = model(x)
-    assert type(out) is torch.Tensor, "one replica ran"
-    assert everygpu.gather(out) is out
-    assert everygpu.gather({"scores": out, "name": "net"}) == {"scores": out, "name": "net"}
-    with pytest.raises(OptionError, match="target_device"):
-        everygpu.gather([out, out])
 
 
 def num_tensors():

@@ -108,30 +108,18 @@ SHAPES: list[Callable[[Tensor], Any]] = [
 ]
 ARITHMETIC: list[Callable[[Tensor], Any]] = [
     lambda x: (x + 1, 1 + x, x - 2, 2 - x, x * 3, 3 * x, x / 2, 2 / x, x**2, 2**x, x % 0.3, 0.3 % x, x // 0.2, -x, +x),
-    lambda x: (abs(x), x @ ones(C, 2), ones(2, x.shape[0]) @ x),
-    lambda x: (x @ ones(C), x.matmul(ones(3, C, 2)), x @ x.t(), x.t() @ x),
     lambda x: (x == None, x != None, x is None),  # noqa: E711
     lambda x: (x * np.float64(2), np.float64(2) * x, x * np.float32(2), x + True, x * 2j),
-    lambda x: (x.to(x), x.to(ones(1).float()), x.type_as(labels(x)), x.type(torch.float32), x.to(dtype=torch.half)),
     lambda x: (x.float() is x, x.double() is x, x.contiguous() is x, x.to("cpu") is x, x.cpu() is x, x.clone() is x),
     lambda x: (ones(2).float().type_as(x), labels(x).type_as(x), ones(1, C).type_as(x)),
-    lambda x: (x.masked_fill(x > 0.5, 0), x.masked_fill((labels(x) > 0)[:, None], ones(())), x.lerp(x * 2, 0.3)),
-    lambda x: (x.clamp(0.3), x.clamp(max=0.5), x.clamp(ones(C) * 0.4, x * 0 + 0.6), x.clip(max=ones(()) * 0.3)),
+    lambda x: (x.masked_fill((labels(x) > 0)[:, None], ones(())), x.clamp(ones(C) * 0.4, x * 0 + 0.6)),
     lambda x: (x.isclose(x + 1e-9), torch.allclose(x, x), torch.equal(x, x), x.equal(ones(1)), x.isnan(), x.signbit()),
     lambda x: F.dropout(x, 0.5, training=False) is x,
     lambda x: (F.normalize(x), F.cosine_similarity(x, x * 2), F.pairwise_distance(x, x + 1), F.layer_norm(x, (C,))),
-    lambda x: (F.linear(x, ones(3, C), ones(3)), F.one_hot(x.argmax(1), C)),
-    lambda x: (F.pad(x, (1, 1)), F.embedding(x.argmax(1), ones(C, 2))),
     lambda x: (torch.einsum("nc,dc->nd", x, ones(3, C)), torch.einsum("nc,nc->n", x, x), torch.outer(x[0], x[0])),
     lambda x: x + ones(x.shape[0] + 2, C),
-    lambda x: x.unsqueeze(0) * ones(4, 1, C),
-]  # fmt: skip
-REDUCTIONS: list[Callable[[Tensor], Any]] = [
-    lambda x: (x.sum(), x.sum(0), x.sum(1)),
-    lambda x: (x.sum(-1, True), x.sum(dim=(0, 1)), x.sum(axis=0, keepdims=True), torch.sum(x)),
-    lambda x: (x.mean(), x.mean(0), x.mean(1), x.mean((0,), True), torch.mean(x, dim=0), x.mean(dtype=torch.float32)),
-    lambda x: (x.sum(()), x.sum([]), x.mean(dim=None)),
-    lambda x: (x.sum(dtype=torch.int64), (x > 0.5).sum(), (x > 0.5).float().mean()),
+    lambda x: (x.sum(-1, True), x.sum(dim=(0, 1)), x.sum(axis=0, keepdims=True), torch.sum(x), x.mean(dim=None)),
+    lambda x: (x.mean((0,), True), torch.mean(x, dim=0), x.mean(dtype=torch.float32), (x > 0.5).float().mean()),
     lambda x: x.mean(5),
     lambda x: x.int().mean(),
     lambda x: (x.gather(1, labels(x)[:, None]).squeeze(1), x.gather(1, torch.zeros(1, 1, dtype=torch.int64))),
@@ -204,7 +192,7 @@ def test_lazily_conjugated_numbers(use: Callable[[Tensor], Any], mode: Any) -> N
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized", "ignore:.*lazily", "ignore:.*jit")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Converting a tensor with requires_grad")
-@pytest.mark.parametrize("use", [*SHAPES, *ARITHMETIC, *REDUCTIONS, *OUTSIDE])
+@pytest.mark.parametrize("use", [*SHAPES, *ARITHMETIC, *OUTSIDE])
 class TestUse(Use):
     pass
 
