@@ -99,17 +99,6 @@ class TestCopies:
                 assert [[t.data_ptr() for t in row] for row in rows] == addresses
             del row, rows
 
-    def test_idle_replica_catches_up(self):
-        used = [torch.device("cpu")] * 3
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        bucket.refresh(originals, [0, 1])
-        with torch.no_grad():
-            originals[0].fill_(4)
-        bucket.refresh(originals, [0])
-        (row,) = bucket.refresh(originals, [1])
-        assert row[0].tolist() == [4, 4]
-
     @pytest.mark.parametrize(
         "make",
         [
@@ -156,23 +145,6 @@ class TestGraphs:
     """A graph goes backward through the values of its forward, or raises torch's error."""
 
     @pytest.mark.parametrize("fixed", [True, False])
-    @pytest.mark.parametrize("replaced", [True, False])
-    def test_originals_written_or_replaced_in_between(self, devices, fixed, replaced):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
-        loss, expected = squared(bucket.refresh(originals, [0])[0][0]), 2 * originals[0].detach()
-        changed = originals
-        if replaced:
-            changed = [nn.Parameter(originals[0].detach() * 2)]
-        else:
-            with torch.no_grad():
-                originals[0].mul_(2)
-        bucket.refresh(changed, [0])
-        loss.backward()
-        torch.testing.assert_close(originals[0].grad, expected)
-
-    @pytest.mark.parametrize("fixed", [True, False])
     def test_buffers_written_in_between(self, devices, fixed):
         used = devices(2)
         buffers = [torch.ones(2, device=used[0]), torch.ones(2, device=used[0])]
@@ -192,37 +164,6 @@ class TestGraphs:
 
 
 class TestGradients:
-    def test_are_added_up_over_replicas(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (2, 2), (3,))
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        loss = sum(((i + 1) * (row[0].sum() + 10 * row[1].sum())).to(used[0]) for i, row in enumerate(rows))
-        loss.backward()
-        total = sum(range(1, len(used)))
-        assert originals[0].grad.tolist() == [[total] * 2] * 2
-        assert originals[1].grad.tolist() == [10 * total] * 3
-
-    def test_of_what_took_no_part_are_none(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (2,), (3,), (4,))
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        (rows[0][0].sum() + rows[-1][2].sum().to(used[1])).backward()
-        assert originals[0].grad.tolist() == [1, 1]
-        assert originals[1].grad is None
-        assert originals[2].grad.tolist() == [1] * 4
-
-    def test_sparse_ones_stay_sparse(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (5, 2), (2,))
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        index = torch.tensor([1, 3])
-        parts = [nn.functional.embedding(index.to(r[0].device), r[0], sparse=True).sum() + r[1].sum() for r in rows]
-        sum(p.to(used[0]) for p in parts).backward()
-        assert originals[0].grad.is_sparse
-        count = len(used) - 1
-        assert originals[0].grad.to_dense().tolist() == [[0] * 2, [count] * 2, [0] * 2, [count] * 2, [0] * 2]
-        assert originals[1].grad.tolist() == [count] * 2
-
     @pytest.mark.usefixtures("dirty_memory")
     def test_sum_grads_in_every_pattern(self, devices):
         used = devices(3)
@@ -236,53 +177,8 @@ class TestGradients:
         assert totals[2].tolist() == [1] * 3
         assert bucket.sum_grads([[None] * 3 for _ in used[1:]]) == [None] * 3
 
-    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch warns at any .to() of a leaf
-    def test_can_be_differentiated_again(self, devices):
-        used = devices(3)
-        original = nn.Parameter(torch.randn(3, dtype=torch.float64, device=used[0]))
-        bucket = make_bucket([original], used)
-
-        def cubes(_):
-            rows = bucket.refresh([original], every_replica(used))
-            return sum((row[0] ** 3).to(used[0]) for row in rows)
-
-        assert torch.autograd.gradcheck(cubes, original)
-        assert torch.autograd.gradgradcheck(cubes, original)
-
-    def test_a_bucket_in_a_graph_can_be_freed(self):
-        used = [torch.device("cpu")] * 2
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        loss = bucket.refresh(originals, [0])[0][0].sum()
-        del bucket
-        loss.backward()
-        assert originals[0].grad.tolist() == [1, 1]
-
 
 class TestModes:
-    def test_without_recording_copies_are_connected_but_operations_are_not(self, devices):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        with torch.no_grad():
-            ((copy,),) = make_bucket(originals, used).refresh(originals, [0])
-            assert not (copy * 2).requires_grad
-        assert copy.requires_grad
-        assert not copy.is_leaf
-
-    def test_inference_first_then_training(self, devices):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        with torch.inference_mode():
-            ((copy,),) = bucket.refresh(originals, [0])
-            assert (copy * 2).is_inference()
-        assert not copy.is_inference()
-        with torch.no_grad():
-            originals[0].fill_(3)
-        ((copy,),) = bucket.refresh(originals, [0])
-        (copy**2).sum().backward()
-        assert originals[0].grad.tolist() == [6, 6]
-
     def test_originals_made_in_inference_mode(self, devices):
         used = devices(2)
         with torch.inference_mode():

@@ -44,15 +44,6 @@ class TestReplicate:
         assert all(type(r) is Net for r in replicas)
         assert all(same_tensors(r, net) for r in replicas)
 
-    def test_parameters_are_real(self, devices):
-        used = devices(2)
-        net = build(used[0])
-        replica = replicate(net, used)[1]
-        assert [n for n, _ in replica.named_parameters()] == [n for n, _ in net.named_parameters()]
-        assert [n for n, _ in replica.named_buffers()] == [n for n, _ in net.named_buffers()]
-        assert all(isinstance(p, nn.Parameter) for p in replica.parameters())
-        assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in net.parameters()]
-
     def test_gradients_are_the_modules(self, devices):
         used = devices(3)
         net = build(used[0]).eval()
@@ -131,64 +122,6 @@ class TestReplicaSet:
             assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in net.parameters()]
             assert str(replica).replace(str(device), str(used[0])) == str(net)
 
-    def test_training_flag_and_hooks_arrive(self):
-        net = build("cpu")
-        replicas = ReplicaSet(net, [torch.device("cpu")] * 2)
-        replicas.refresh([0, 1])
-        net.eval()
-        handle = net.register_forward_hook(lambda module, args, out: out * 0)
-        _, replica = replicas.refresh([0, 1])
-        assert not any(m.training for m in replica.modules())
-        assert replica(torch.ones(1, 3)).abs().sum() == 0
-        handle.remove()
-        _, replica = replicas.refresh([0, 1])
-        assert replica(torch.ones(1, 3)).abs().sum() > 0
-
-    def test_tied_weights_stay_tied(self, devices):
-        used = devices(2)
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(used[0])
-        net[1].weight = net[0].weight
-        _, replica = ReplicaSet(net, used).refresh([0, 1])
-        assert replica[1].weight is replica[0].weight
-        assert len(list(replica.parameters())) == 3
-
-    def test_replaced_parameter_leaves_graphs_made_before_alone(self, devices):
-        used = devices(2)
-
-        def gradients(net, run):
-            net[1].weight = nn.Parameter(torch.full((3, 3), 2.0, device=used[0]))
-            before = run(net)
-            net[1].weight = nn.Parameter(torch.full((3, 3), 5.0, device=used[0]))
-            run(net)
-            before.sum().backward()
-            return net[0].weight.grad
-
-        def build_pair():
-            torch.manual_seed(0)
-            return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(used[0])
-
-        net = build_pair()
-        replicas = ReplicaSet(net, used)
-        x = torch.ones(2, 3)
-        actual = gradients(net, lambda _: replicas.refresh([0, 1])[1](x.to(used[1])))
-        torch.testing.assert_close(actual, gradients(build_pair(), lambda net: net(x.to(used[0]))))
-
-    def test_replaced_buffer_leaves_graphs_made_before_alone(self, devices):
-        used = devices(2)
-        net = nn.Linear(2, 2, bias=False).to(used[0])
-        net.register_buffer("scale", torch.full((1,), 2.0, device=used[0]))
-        replicas = ReplicaSet(net, used)
-
-        def run():
-            replica = replicas.refresh([0, 1])[1]
-            return (replica(torch.ones(1, 2, device=used[1])) * replica.scale).sum()
-
-        before = run()
-        net.scale = torch.full((1,), 5.0, device=used[0])
-        run()
-        before.backward()
-        assert net.weight.grad.tolist() == [[2, 2]] * 2
-
     def test_tensors_that_share_no_bucket(self, devices):
         used = devices(2)
 
@@ -220,20 +153,6 @@ class TestReplicaSet:
         with pytest.raises(KeyError, match="no copies") as caught:
             ReplicaSet(net, [torch.device("cpu")] * 2).refresh([0, 1])
         assert "attribute 'odd' of Linear can't be copied" in str(caught.value.__cause__)
-
-    def test_failed_refresh_does_not_spoil_the_next(self):
-        net = build("cpu")
-        replicas = ReplicaSet(net, [torch.device("cpu")] * 2)
-        replicas.refresh([0, 1])
-        good = net.layers[0].weight
-        net.layers[0].weight = nn.Parameter(torch.ones(4, 3, device="meta"))
-        with pytest.raises(PlacementError):
-            replicas.refresh([0, 1])
-        net.layers[0].weight = good
-        net.note = "after"
-        _, replica = replicas.refresh([0, 1])
-        assert same_tensors(replica, net)
-        assert replica.note == "after"
 
 
 class TestAverageBuffers:

@@ -162,17 +162,3 @@ class TestWriting:
         out = model(x)
         x.add_(1)
         assert gather(out).tolist() == [0] * 4
-
-
-def test_inference_mode():
-    model = DataParallel(Mlp(), ["cpu"] * 2)
-    with torch.inference_mode():
-        x = on([CPU] * 2, torch.ones(4, 3), [2, 2])
-        assert len(model(x)) == 4
-
-
-def test_autocast_and_no_grad():
-    model = DataParallel(Mlp(), ["cpu"] * 2)
-    x = on([CPU] * 2, torch.ones(4, 3), [2, 2])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert model(x).dtype is torch.bfloat16

@@ -157,12 +157,6 @@ class TestWriting:
         assert leaf.grad.tolist() == [0, 0, 2, 2]
 
 
-def test_names_of_arguments_are_those_of_the_call():
-    args, kwargs = (torch.ones(9),), {"mask": torch.ones(2)}
-    with pytest.raises(SplitError, match=r"got 9 in args\[0\] and 2 in kwargs\[\"mask\"\]"):
-        scatter_call(args, kwargs, [CPU] * 4, 0, "chunk")
-
-
 def test_wrong_options():
     with pytest.raises(OptionError, match="'rows'"):
         scatter(torch.ones(4), ["cpu"] * 2, split="rows")
