@@ -183,8 +183,8 @@ class _Cutter:
     def _copy_all(self, value: Any) -> Sequence[Any]:
         """Copy what is in ``Replicated`` for each device."""
         inside = Arguments([("", value)])
-        copies = [self._copies(leaf) for _, leaf in inside.leaves]
-        return [inside.around(leaves)[0] for leaves in zip(*copies)] if copies else [value] * len(self.devices)
+        columns = [self._copies(leaf) for _, leaf in inside.leaves]
+        return [inside.around([column[i] for column in columns])[0] for i in range(len(self.devices))]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:

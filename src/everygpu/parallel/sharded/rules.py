@@ -15,7 +15,6 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.errors import GatherError
 from everygpu.parallel.sharded.batch import (
-    Memory,
     ShardedBatch,
     has_parts,
     has_shards,
@@ -26,7 +25,7 @@ from everygpu.parallel.sharded.batch import (
 )
 from everygpu.parallel.sharded.dispatch import Args, Declined, Kwargs, Rule, named, rules_for, written_arguments
 from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
-from everygpu.torch_private.modes import below_python_dispatch, reading_lazy_values
+from everygpu.torch_private.modes import reading_lazy_values
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -389,7 +388,7 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
     places = ((args[i] if i < len(args) else kwargs.get(name)) for i, name in written_arguments(func))
     written = [b for value in places for b in _batches(value)]
     if written and torch.Tag.inplace_view in func.tags:
-        return _reshape(written[0], func, args, kwargs)
+        raise _refusal(func)
     for b in written:
         b._memory.is_joined = True
     joined = {id(joined_values(b)): b for b in batches}
@@ -398,19 +397,6 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(joined_values(b).shape != b.shape for b in written):
         raise _refusal(func)  # by ``out=``
     return _map_tensors(lambda t: _batch_of(t, joined), result)
-
-
-def _reshape(x: ShardedBatch, func: Any, args: Args, kwargs: Kwargs) -> ShardedBatch:
-    """``squeeze_`` and others, which torch's own functions call on what they have just made."""
-    packet = getattr(torch.ops.aten, func.overloadpacket.__name__.removesuffix("_"), None)
-    view_of = getattr(packet, func._schema.overload_name or "default", None)
-    view = None if view_of is None or x._memory.is_viewed or was_joined(x) else view_of(*args, **kwargs)
-    if not isinstance(view, ShardedBatch):
-        raise _refusal(func)
-    x.__dict__.update(view.__dict__ | {"_memory": Memory(), "_kept": None})
-    with below_python_dispatch():
-        torch.ops.aten.as_strided_.default(x, view.shape, view.stride(), 0)
-    return x
 
 
 def _refusal(func: Any) -> GatherError:
