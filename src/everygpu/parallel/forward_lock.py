@@ -33,11 +33,6 @@ class ForwardLock:
         """Return the lock that threads may be waiting for; a new one at the start, and in a forked child."""
         return ForwardLock() if before is None or before.is_forked() else before
 
-    def check(self) -> None:
-        """Refuse a forward within the forward that has the lock: it would wait forever."""
-        if self.is_inside():
-            raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
-
     def is_inside(self) -> bool:
         """Tell whether the present call is within the forward that has the lock."""
         return self._call in _running.get() and self.lock.locked()
