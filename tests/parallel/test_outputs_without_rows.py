@@ -10,7 +10,7 @@ from torch import nn
 from everygpu import DataParallel, Rows, gather
 from everygpu.errors import GatherError, SplitError
 from everygpu.parallel.scatter.row_count import find_rows
-from tests.parallel.models import Returning
+from tests.parallel.oracle import Returning
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from everygpu import DataParallel
 from everygpu.errors import EveryGPUError
 from everygpu.parallel import forward_lock
 from tests.parallel.engines.test_threads import in_child
-from tests.parallel.test_data_parallel import build
+from tests.parallel.test_wrapper import build
 
 
 class TestObjectsCome:
