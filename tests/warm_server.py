@@ -66,7 +66,8 @@ def import_tested(folder):
     """Import the package, from the folder that the tests have it from, and what they use themselves."""
     sys.path[:] = [folder, *BASE_PATH]
     everygpu = importlib.import_module("everygpu")
-    for name in (*IMPORTED_LATE, "pytest", "everygpu.cli", *(getattr(everygpu, name).__module__ for name in everygpu.__all__)):
+    public = {getattr(everygpu, name).__module__ for name in everygpu.__all__}
+    for name in (*IMPORTED_LATE, "pytest", "everygpu.cli", *public):
         importlib.import_module(name)
 
 
