@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from everygpu import DataParallel, Feeder, Replicated, TrainStep, gather, register_batch, scatter
 from everygpu.errors import GatherError, OptionError, SplitError
-from everygpu.feed.batch_size import resize
 from everygpu.feed.dealing import slice_rows
+from everygpu.feed.tune import resize
 from everygpu.parallel.cuda_graphs.static_batch import NotStatic, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
 
