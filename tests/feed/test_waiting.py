@@ -19,9 +19,7 @@ def test_the_report_is_the_mean_of_all_steps():
     assert (report.num_steps, report.step_s, report.wait_s, report.wait_pct) == (2, 2.0, 0.5, 25)
 
 
-@pytest.mark.parametrize(
-    ("waits", "num"), [([0.34] * 300, 1), ([0.1] * 300, 0), ([0.9] * (WARN_AFTER_STEPS - 1), 0)], ids=len
-)
+@pytest.mark.parametrize(("waits", "num"), [([0.34] * 300, 1), ([0.1] * 300, 0), ([0.9] * (WARN_AFTER_STEPS - 1), 0)])
 def test_a_warning_comes_once_with_figures(caplog, waits, num):
     report = FeedReport()
     for wait in waits:
