@@ -175,13 +175,6 @@ def test_context_variables_are_carried_one_way():
         variable.reset(token)
 
 
-def test_state_is_that_of_the_capture():
-    with torch.no_grad():
-        state = ThreadState([torch.device("cpu")])
-    assert torch.is_grad_enabled()
-    assert not call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), torch.is_grad_enabled))
-
-
 def test_thread_is_put_back_after_an_exception():
     def fail():
         raise ValueError("inside")
@@ -198,14 +191,6 @@ def test_thread_is_put_back_after_an_exception():
     calls = mode.calls
     assert call_in_thread(attempt) == (True, False)
     assert mode.calls == calls
-
-
-def test_caller_is_left_alone():
-    with torch.no_grad(), Counting():
-        state = ThreadState([torch.device("cpu")])
-        call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), torch.is_grad_enabled))
-        assert not torch.is_grad_enabled()
-    assert torch.is_grad_enabled()
 
 
 class TestFactoryUse:
