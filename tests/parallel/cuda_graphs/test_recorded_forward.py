@@ -22,6 +22,7 @@ from tests.parallel.cuda_graphs.forwards import (
     loss_of,
     make_batches,
     num_recordings,
+    recorded,
     train,
 )
 
@@ -210,10 +211,7 @@ def test_two_forwards_before_their_backwards(recording: Devices) -> None:
 
 
 def test_a_graph_that_is_dropped(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
+    model = recorded(recording)
     launches = []
     for x, _ in make_batches(NUM_STEPS):
         model(x)  # what it returns has been dropped when the next one begins
@@ -234,11 +232,8 @@ def test_forwards_without_a_backward_are_not_recorded(recording: Devices) -> Non
 
 
 def test_parameters_written_before_the_backward(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
-    assert num_recordings(model) == 1
+    model = recorded(recording)
+    ((x, y),) = make_batches(1)
     value = loss_of(model(x), y)
     with torch.no_grad():
         model.module.last.weight.mul_(2)

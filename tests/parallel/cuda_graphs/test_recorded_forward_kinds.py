@@ -21,10 +21,12 @@ from tests.parallel.cuda_graphs.forwards import (
     Devices,
     Net,
     check,
+    check_grads,
     fail,
     loss_of,
     make_batches,
     num_recordings,
+    recorded,
     train,
 )
 
@@ -88,11 +90,9 @@ def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, ca
 
 
 def test_inputs_that_take_gradients(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
-    x = x.to(used[0]).requires_grad_()
+    model = recorded(recording)
+    ((x, y),) = make_batches(1)
+    x = x.to(model.src_device_obj).requires_grad_()
     loss_of(model(x), y).backward()
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
@@ -101,24 +101,11 @@ def test_inputs_that_take_gradients(recording: Devices) -> None:
 
 def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:
     class Holding(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = [self.last.weight]
-
         def forward(self, x: Tensor) -> Any:
+            self.__dict__.setdefault("weights", [self.last.weight])
             return super().forward(x) + self.weights[0].square().sum()
 
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = Holding().to(used[0])
-        net.weights = [net.last.weight]
-        model = everygpu.DataParallel(net, used, engine=engine)
-        for x, y in make_batches(NUM_STEPS):
-            net.zero_grad()
-            loss_of(model(x), y).backward()
-        found.append(net.last.weight.grad.cpu())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    check_grads(recording, Holding, num=None)
 
 
 def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
@@ -131,12 +118,8 @@ def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
 
 
 def test_copies_and_pickles_have_none(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
-    twin = copy.deepcopy(model)
-    assert num_recordings(model) == 1
+    model = recorded(recording)
+    twin, ((x, _),) = copy.deepcopy(model), make_batches(1)
     assert num_recordings(twin) == 0
     torch.testing.assert_close(twin(x).detach() + 0, model(x).detach() + 0)
     model.release()
@@ -192,19 +175,6 @@ def test_a_loss_beside_what_it_was_computed_from_is_recorded_once(recording: Dev
     for x, _ in make_batches(2 * NUM_STEPS):
         model(x)["loss"].mean().backward()
     assert num_recordings(model) == 1
-
-
-class Pairwise(nn.Module):
-    """Returns two outputs that share nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.actor = nn.Linear(6, 5)
-        self.critic = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.actor(x), self.critic(x)
 
 
 def test_memory_that_is_too_small_for_recordings(
@@ -266,20 +236,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent])
 def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make: Any) -> None:
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = make().to(used[0])
-        model = everygpu.DataParallel(net, used, engine=engine)
-        for x, _ in make_batches(NUM_STEPS):
-            model(x)
-        for x, y in make_batches(NUM_STEPS):
-            net.zero_grad()
-            loss_of(model(x), y).backward()
-        found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
-    assert len(found[1]) == len(found[0])
-    for a, b in zip(found[1], found[0]):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    check_grads(recording, make, num=None, warm_ups=NUM_STEPS)
 
 
 def test_what_may_change_unseen_is_named(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
@@ -308,17 +265,7 @@ def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
         def forward(self, x: Tensor) -> Any:
             return super().forward((self.mixer @ x.t()).t())
 
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = Mixing().to(used[0])
-        model = everygpu.DataParallel(net, used, engine=engine)
-        for x, y in make_batches(NUM_STEPS):
-            net.zero_grad()
-            loss_of(model(x), y).backward()
-        found.append(net.first.weight.grad.cpu())
-        assert num_recordings(model) == (engine == "graphs" and kind == "inference")
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    check_grads(recording, Mixing, num=int(kind == "inference"))
 
 
 @pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
@@ -372,11 +319,8 @@ register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
 
 
 def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        value = loss_of(model(x), y)
-        value.backward()
+    model = recorded(recording)
+    ((x, y),) = make_batches(1)
     gc.collect()
     gc.disable()
     try:
