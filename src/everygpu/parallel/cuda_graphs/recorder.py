@@ -65,7 +65,7 @@ class Recordable(ABC, Generic[Result]):
 
     @abstractmethod
     def give_up(self, reason: str) -> None:
-        """Release what recordings need: steps run eagerly from now on, for a reason."""
+        """Release what recordings need: steps run eagerly from now on."""
 
     @abstractmethod
     def begin(self, recorded: Any) -> bool:
