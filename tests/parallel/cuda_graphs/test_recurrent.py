@@ -41,16 +41,6 @@ def test_training_is_as_on_one_device(recording: Devices, name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-def test_batches_of_several_lengths(recording: Devices) -> None:
-    used, lengths = recording(2), (6, 4, 8)
-    alone, net = MODELS["LSTM"]().to(used[0]), MODELS["LSTM"]().to(used[0])
-    model = everygpu.DataParallel(net, used, engine="graphs")
-    num = len(lengths) * NUM_STEPS
-    expected = train_one_device(alone, used[0], num, lengths)
-    torch.testing.assert_close(train(model, num, lengths), expected, rtol=1e-3, atol=1e-4)
-    assert num_recordings(model) == len(lengths)
-
-
 def test_by_default(recording: Devices) -> None:
     """Before a recording, weights move in each forward; the proof leaves that out."""
     used = recording(2)
