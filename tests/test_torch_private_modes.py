@@ -1,8 +1,5 @@
 """What we rely on in torch's thread-local states, and in the tensors of its transforms; see test_torch_private.py."""
 
-import importlib
-import json
-
 import torch
 
 from everygpu.torch_private import autograd, distributed
@@ -18,26 +15,6 @@ def test_batched_tensors_are_told_from_others():
     assert seen == [False, True, True]
     assert not autograd.are_batched([None, torch.ones(1)])
     assert autograd.are_batched([]) is False
-
-
-def test_collectives_that_are_not_done_are_described(monkeypatch):
-    """By the newest torch's answer; tests/faults/test_watchdog.py has torch itself answer, in two ranks."""
-    done = {"profiling_name": "nccl:broadcast", "state": "completed", "retired": False}
-    retired = {"profiling_name": "gloo:broadcast", "state": "scheduled", "retired": True}
-    waiting = {
-        "profiling_name": "gloo:all_reduce",
-        "collective_seq_id": 7,
-        "process_group": ["0", "default_pg"],
-        "input_sizes": [[2, 3]],
-        "state": "scheduled",
-        "retired": False,
-    }
-    module = importlib.import_module("torch._C._distributed_c10d")
-    answer = lambda *_: json.dumps({"entries": [done, retired, *[waiting] * 3]}).encode()  # noqa: E731
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        monkeypatch.setattr(module, name, answer, raising=False)
-    line = "gloo:all_reduce, number 7 of group 0 default_pg, sizes [[2, 3]], scheduled"
-    assert distributed.open_collectives(limit=2) == [line] * 2
 
 
 def test_the_store_of_a_process_group(tmp_path):

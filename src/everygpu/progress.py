@@ -1,13 +1,10 @@
 """The operations that threads of this process are in, for a watchdog. While none watches, noting one is one call."""
 
-import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import CO_GENERATOR
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -17,34 +14,6 @@ SAVING_THREAD = "everygpu-save"
 _get_ident = threading.get_ident
 
 
-@dataclass(slots=True, eq=False)
-class Operation:
-    """What a thread is in, between ``__enter__`` and ``__exit__``."""
-
-    operations: "dict[int, Operation]"
-    code: CodeType
-    what: str
-    device: "torch.device | None"
-    replica: int | None
-    waits_for: str | None
-    _outer: "Operation | None" = None
-
-    def __enter__(self) -> None:
-        ident = _get_ident()
-        self._outer = self.operations.get(ident)
-        self.operations[ident] = self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._outer is None:
-            self.operations.pop(_get_ident(), None)
-        else:
-            self.operations[_get_ident()] = self._outer
-
-    def __str__(self) -> str:
-        replica = "" if self.replica is None else f" of replica {self.replica}"
-        return f"{self.what}{replica}{'' if self.device is None else f' on {self.device}'}"
-
-
 @dataclass(slots=True)
 class Progress:
     """The open operations, while something watches."""
@@ -52,8 +21,31 @@ class Progress:
     is_watched: bool = False
     nothing: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Entered while nothing watches: making one for each operation would double its time."""
-    operations: dict[int, Operation] = field(default_factory=dict)
+    operations: "dict[int, Operation]" = field(default_factory=dict)
     """The innermost one of each thread, by the thread's ``ident``."""
+    num_begun: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """What a thread is in, between ``__enter__`` and ``__exit__``."""
+
+    progress: Progress
+    what: str
+    waits_for: str | None
+    _outer: "Operation | None" = None
+
+    def __enter__(self) -> None:
+        ident = _get_ident()
+        self.progress.num_begun += 1
+        self._outer = self.progress.operations.get(ident)
+        self.progress.operations[ident] = self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._outer is None:
+            self.progress.operations.pop(_get_ident(), None)
+        else:
+            self.progress.operations[_get_ident()] = self._outer
 
 
 @cache
@@ -65,7 +57,7 @@ def progress() -> Progress:
 def running(
     what: str, device: "torch.device | None" = None, replica: int | None = None, waits_for: str | None = None
 ) -> AbstractContextManager[None]:
-    """Note what the calling function does in a ``with`` block.
+    """Note what the calling thread does in a ``with`` block.
 
     Args:
         what: A noun, as "forward".
@@ -76,7 +68,5 @@ def running(
     found = progress()
     if not found.is_watched:
         return found.nothing
-    frame: Any = sys._getframe(1)
-    if frame.f_code.co_flags & CO_GENERATOR:  # a context manager's, which is on no stack while its block runs
-        frame = frame.f_back.f_back
-    return Operation(found.operations, frame.f_code, what, device, replica, waits_for)
+    of_replica = "" if replica is None else f" of replica {replica}"
+    return Operation(found, f"{what}{of_replica}{'' if device is None else f' on {device}'}", waits_for)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FAKE_PYNVML = """
 import sys
 sys.path.append({root!r})
-from tests.devices.fake_nvml import GIB, FakeNvml, Gpu, mig_gpu, two_h200s
+from tests.devices.fake_nvml import GIB, FakeNvml, Gpu, two_h200s
 sys.modules["pynvml"] = FakeNvml({gpus})
 """
 

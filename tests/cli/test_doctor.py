@@ -8,14 +8,15 @@ from click.testing import CliRunner
 from everygpu.cli import doctor as command
 from everygpu.cli import main
 from everygpu.devices.doctor import Diagnosis, Finding
-from everygpu.devices.p2p import Outcome, PairReport
+from everygpu.devices.p2p import PairReport
 
 OK = Finding(check="driver", state="ok", message="NVIDIA driver [580]")
 WARNING = Finding(check="P2P", state="warning", message="copies hang between 0>1", fix="Turn off IOMMU.")
 ERROR = Finding(check="torch", state="error", message="no CUDA", fix="Install it.")
-PEERS = Outcome(
-    pairs={(0, 1): PairReport(verdict="hangs", detail="x"), (1, 0): PairReport(verdict="right", gigabytes_per_s=393.2)}
-)
+PEERS = {
+    (0, 1): PairReport(verdict="hangs", detail="x"),
+    (1, 0): PairReport(verdict="right", gigabytes_per_s=393.2),
+}
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_matrix_has_speeds_and_verdicts(run):
 
 
 def test_pair_that_was_not_measured():
-    peers = Outcome(pairs={(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")})
+    peers = {(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")}
     assert list(command.build_matrix(peers).columns[2].cells) == ["right", ""]
 
 

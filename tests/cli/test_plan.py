@@ -4,13 +4,10 @@ import click
 import pytest
 
 from everygpu.cli.options import Request, read_request
-from everygpu.cli.plan import Plan, choose_gpus, plan_run
+from everygpu.cli.plan import Plan, plan_run
 from everygpu.devices import nvml
-from everygpu.devices.nvml import sample_devices
-from everygpu.devices.reserve import Holder
-from everygpu.devices.select import Demand
 from everygpu.errors import DeviceError, OptionError
-from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu
+from tests.devices.fake_nvml import GIB, make_sample
 
 BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
 UUIDS = [sample.uuid for sample in BOX]
@@ -142,44 +139,19 @@ def test_wrong_size(plan):
         plan(min_free="lots")
 
 
-class TestMig:
-    """GPU 0 is whole, GPU 1 is cut into two instances of 20 GiB."""
-
-    BOX = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-
-    def choose(self, request, environ=None, holders=None, **demand):
-        chosen = choose_gpus(self.BOX, request, request.demand(**demand), environ or {}, holders)
-        return [gpu.uuid for gpu in chosen]
-
-    def test_instance_is_set_by_its_own_uuid(self):
-        assert self.choose(Request(indices=(1,))) == [MIG_UUIDS[0]]
-
-    def test_gpus_come_first(self):
-        assert self.choose(Request(count=1)) == [H200_UUIDS[0]]
-        assert self.choose(Request()) == [H200_UUIDS[0]]
-
-    def test_one_instance_where_no_gpu_fits(self):
-        taken = {H200_UUIDS[0]: Holder(pid=1, command="x"), MIG_UUIDS[0]: Holder(pid=2, command="y")}
-        assert self.choose(Request(count=1), holders=taken) == [MIG_UUIDS[1]]
-        assert self.choose(Request(), holders=taken) == [MIG_UUIDS[1]]
-
-    def test_never_two_for_one_process(self):
-        only_instances = sample_devices(FakeNvml(mig_gpu()))
-        assert len(choose_gpus(only_instances, Request(), Demand(), {})) == 1
-        with pytest.raises(DeviceError, match="GPU 1:0 .* a MIG instance: CUDA uses one in a process"):
-            self.choose(Request(count=2))
-
-    def test_what_the_variable_names_is_what_cuda_would_use(self):
-        assert self.choose(Request(), {"CUDA_VISIBLE_DEVICES": "1"}) == [MIG_UUIDS[0]]
-        assert self.choose(Request(), {"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1]}) == [MIG_UUIDS[1]]
-
-    def test_a_held_instance_is_in_the_table(self):
-        taken = {MIG_UUIDS[0]: Holder(pid=2, command="y")}
-        with pytest.raises(DeviceError, match=r"GPU 1:0 .* reserved by process 2 \(y\)"):
-            self.choose(Request(count=1), holders=taken, min_free_memory=200 * GIB)
+@pytest.mark.parametrize(
+    ("samples", "environ"),
+    [([make_sample(0, is_mig=True)], {}), (BOX, {"CUDA_VISIBLE_DEVICES": "MIG-c6d4f1ef"})],
+    ids=["all in MIG mode", "one instance named"],
+)
+def test_instances_are_left_to_cuda_and_never_asked_for(plan, samples, environ):
+    assert plan(samples=samples, **environ) == Plan()
+    with pytest.raises(DeviceError, match="Found 0 of 1"):
+        plan("1", samples=samples, **environ)
 
 
-def test_mig_mode_without_instances_is_the_reason():
-    box = sample_devices(FakeNvml(Gpu(), mig_gpu(num_instances=0)))
-    with pytest.raises(DeviceError, match="GPU 1 .* in MIG mode without an instance"):
-        choose_gpus(box, Request(count=2), Demand(count=2), {})
+def test_a_gpu_in_mig_mode_is_refused_beside_whole_ones(plan):
+    box = [make_sample(0, is_mig=True), *BOX[1:]]
+    assert plan(samples=box).num_gpus == 2
+    with pytest.raises(DeviceError, match="GPU 0 .* in MIG mode: set CUDA_VISIBLE_DEVICES to an instance"):
+        plan("3", samples=box)

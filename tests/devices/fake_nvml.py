@@ -8,12 +8,11 @@ from everygpu.devices.nvml import DeviceSample
 
 GIB = 2**30
 H200_UUIDS = ("GPU-a5013c05-0df6-c9f7-a45c-22c4343803ae", "GPU-6ef3c567-5f00-9821-2e52-23911c894a4c")
-MIG_UUIDS = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-b0b2a0f5-3f34-5a0c-9d45-0a3f3f5f9d11")
 
 
 @dataclass(kw_only=True)
 class Gpu:
-    """One GPU or MIG instance: what its queries answer; None is NVML_ERROR_NOT_SUPPORTED."""
+    """One GPU: what its queries answer; None is NVML_ERROR_NOT_SUPPORTED."""
 
     name: str = "NVIDIA H200"
     uuid: str = H200_UUIDS[0]
@@ -22,7 +21,7 @@ class Gpu:
     reserved: int = GIB
     utilization: int | None = 0
     processes: Sequence[tuple[int, int | None]] = ()
-    mig: "list[Gpu] | None" = None
+    mig: bool = False
     lost: bool = False
     temperature: int | None = 31
     slowdowns: int | None = 1
@@ -115,37 +114,13 @@ class FakeNvml:
         return self._known({7: "/usr/bin/python3", 4711: "python"}.get(pid))
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
-        return [int(gpu.mig is not None)] * 2
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: Gpu) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: int) -> Gpu:
-        assert gpu.mig is not None
-        if index >= len(gpu.mig):
-            self._fail(self.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.mig[index]
+        return [int(gpu.mig)] * 2
 
 
 def two_h200s(**changes: object) -> tuple[Gpu, Gpu]:
     """The GPUs of the machine whose answers are recorded here, idle; ``changes`` go to the second."""
     second = Gpu(uuid=H200_UUIDS[1])
     return Gpu(), replace(second, **changes)  # type: ignore[arg-type]
-
-
-def mig_gpu(num_instances: int = 2) -> Gpu:
-    """An A100 in MIG mode: it reports no utilisation of its own."""
-    slices = [
-        Gpu(name="NVIDIA A100 MIG 3g.20gb", uuid=uuid, total=20 * GIB, reserved=0, utilization=None)
-        for uuid in MIG_UUIDS[:num_instances]
-    ]
-    return Gpu(
-        name="NVIDIA A100-SXM4-40GB",
-        uuid="GPU-1f2e3d4c-aaaa-bbbb-cccc-123456789abc",
-        total=40 * GIB,
-        utilization=None,
-        mig=slices,
-    )
 
 
 def make_sample(index: int, *, free: int | None = 100 * GIB, **changes: object) -> DeviceSample:

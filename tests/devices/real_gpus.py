@@ -37,7 +37,7 @@ def find_gpus(at_least):
     samples = sample_devices() or []
     if len(samples) < at_least:
         pytest.skip(f"needs {at_least} GPUs or more, this machine has {len(samples)}")
-    if any(sample.mig_instances is not None for sample in samples):
+    if any(sample.is_mig for sample in samples):
         pytest.skip("needs whole GPUs, some here are in MIG mode")
     return samples
 

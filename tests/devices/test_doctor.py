@@ -1,53 +1,159 @@
-"""Facts as they are gathered, and whole diagnoses of machines."""
+"""Facts as they are gathered, what each check makes of them, and whole diagnoses of machines."""
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from everygpu.devices import doctor, p2p
-from everygpu.devices.doctor import count_boards, describe_torch, diagnose, read_iommu_types
-from everygpu.devices.p2p import Outcome, PairReport
-from tests.devices.fake_nvml import FakeNvml, Gpu, two_h200s
-from tests.devices.test_checks import BUILD, CPU_BUILD
+from everygpu.devices.doctor import TorchBuild, count_boards, describe_torch, diagnose
+from everygpu.devices.nvml import DriverSample, NvmlFailure
+from everygpu.devices.p2p import PairReport
+from tests.devices.fake_nvml import GIB, FakeNvml, Gpu, make_sample, two_h200s
+
+DRIVER = DriverSample(version="580.159.03", cuda_version=(13, 0))
+ABSENT = NvmlFailure(is_absent=True, text="Driver Not Loaded")
+BROKEN = NvmlFailure(is_absent=False, text="Driver/library version mismatch")
+BUILD = TorchBuild(version="2.13.0+cu130", cuda_version=(13, 0), is_rocm=False, num_devices=2, nccl_version=(2, 29, 3))
+CPU_BUILD = replace(BUILD, version="2.13.0+cpu", cuda_version=None, num_devices=0, nccl_version=None)
+RIGHT, HANGS = PairReport(verdict="right"), PairReport(verdict="hangs")
+WRONG = PairReport(verdict="wrong", detail="bfloat16 by a kernel")
+
+
+@pytest.mark.parametrize(
+    ("driver", "num_boards", "state", "words"),
+    [
+        (DRIVER, 2, "ok", "580.159.03, for CUDA up to 13.0"),
+        (replace(DRIVER, cuda_version=None), 2, "ok", "580.159.03"),
+        (BROKEN, 0, "error", "mismatch"),
+        (ABSENT, 2, "error", "2 NVIDIA GPU(s) without a driver"),
+        (ABSENT, 0, "note", "Driver Not Loaded"),
+    ],
+)
+def test_driver(driver, num_boards, state, words):
+    finding = doctor.check_driver(driver, num_boards)
+    assert finding.state == state
+    assert words in finding.message
+    assert (finding.fix is not None) == (state == "error")
+
+
+@pytest.mark.parametrize(
+    ("changes", "driver", "environ", "state", "words"),
+    [
+        ({}, DRIVER, {}, "ok", "CUDA 13.0 sees 2 GPU(s)"),
+        ({"cuda_version": (13, 2)}, DRIVER, {}, "ok", "13.2"),
+        ({"cuda_version": (14, 0)}, DRIVER, {}, "error", "built for CUDA 14.0, the driver serves 13.0"),
+        ({"cuda_version": (14, 0)}, replace(DRIVER, cuda_version=None), {}, "ok", "14.0"),
+        ({"num_devices": 0}, DRIVER, {}, "error", "torch sees no GPU, and the driver does"),
+        ({"num_devices": 0}, DRIVER, {"CUDA_VISIBLE_DEVICES": "9"}, "warning", "CUDA_VISIBLE_DEVICES='9'"),
+        ({"cuda_version": None, "num_devices": 0}, DRIVER, {}, "error", "built without CUDA"),
+        ({"cuda_version": None, "num_devices": 0}, ABSENT, {}, "ok", "no CUDA sees 0 GPU(s)"),
+        ({"cuda_version": None, "is_rocm": True}, ABSENT, {}, "ok", "ROCm sees 2 GPU(s)"),
+    ],
+)
+def test_torch(changes, driver, environ, state, words):
+    finding, *_ = doctor.check_torch(replace(BUILD, **changes), driver, environ)
+    assert finding.state == state
+    assert words in finding.message
+    assert (finding.fix is not None) == (state != "ok")
+
+
+@pytest.mark.parametrize(
+    ("changes", "states"), [({}, ["ok"]), ({"nccl_version": None}, ["note"]), ({"num_devices": 1}, [])]
+)
+def test_nccl(changes, states):
+    found = doctor.check_torch(replace(BUILD, **changes), DRIVER, {})
+    assert [f.state for f in found if f.check == "nccl"] == states
+
+
+def test_health():
+    hot = make_sample(1, slowdowns=("power brake",), temperature_c=91.0)
+    (sound,) = doctor.check_health([make_sample(0), make_sample(1)])
+    assert (sound.state, sound.message) == ("ok", "2 GPU(s), none is slowed")
+    (warned,) = doctor.check_health([make_sample(0), hot])
+    assert (warned.state, warned.message) == ("warning", "GPU 1 is slowed: power brake, at 91 °C")
+    assert list(doctor.check_health([])) == []
+
+
+def peers(**changed):
+    """Make reports of three GPUs: ``peers(_01=...)`` changes a pair."""
+    pairs = {(i, j): replace(RIGHT, gigabytes_per_s=390.0 + i) for i in range(3) for j in range(3) if i != j}
+    return pairs | {(int(name[1]), int(name[2])): report for name, report in changed.items()}
+
+
+def test_copies_that_are_right():
+    (finding,) = doctor.check_peers(peers())
+    assert (finding.state, finding.message) == ("ok", "copies of 6 of 6 pairs arrive right, at 390 to 392 GB/s")
+    assert list(doctor.check_peers(None)) == []
+
+
+def test_copies_that_are_not():
+    findings = list(doctor.check_peers(peers(_01=WRONG, _02=HANGS, _20=HANGS, _12=PairReport(verdict="untested"))))
+    assert [finding.state for finding in findings] == ["warning", "warning", "note", "ok"]
+    assert "arrive wrong between 0>1 (bfloat16 by a kernel)" in findings[0].message
+    assert "hang between 0>2, 2>0" in findings[1].message
+    assert "1>2" in findings[2].message
+    assert "2 of 6 pairs" in findings[3].message
+    (finding,) = doctor.check_peers(dict.fromkeys(peers(), HANGS))
+    assert "0>1, 0>2, 1>0 and 3 more" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("environ", "names", "states"),
+    [
+        ({}, "AA", []),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "", ["warning"]),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, "", []),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "", ["warning"]),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}, "", ["note", "note"]),
+        ({"NCCL_DEBUG": "WARN"}, "", []),
+        ({"EVERYGPU_P2P": "staged"}, "", ["note"]),
+        ({"EVERYGPU_P2P": "test"}, "", []),
+        ({}, "AB", ["note"]),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "AB", []),
+    ],
+)
+def test_environment(environ, names, states):
+    findings = list(doctor.check_environment(environ, [make_sample(i, name=name) for i, name in enumerate(names)]))
+    assert [finding.state for finding in findings] == states
+    assert all(finding.fix for finding in findings)
+
+
+@pytest.mark.parametrize(("total", "state"), [(64 * 2**20, "warning"), (GIB, "ok")])
+def test_shared_memory(monkeypatch, tmp_path, total, state):
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=total))
+    finding = next(iter(doctor.check_limits(tmp_path)))
+    assert (finding.state, "--shm-size" in (finding.fix or "")) == (state, state == "warning")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+@pytest.mark.parametrize(("limit", "state"), [(4095, "warning"), (4096, "ok"), (-1, "ok")])
+def test_open_files(monkeypatch, tmp_path, limit, state):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
+    (finding,) = doctor.check_limits(tmp_path)
+    assert (finding.state, "ulimit -n" in (finding.fix or "")) == (state, state == "warning")
 
 
 @pytest.fixture
 def system(tmp_path):
-    """The files of a machine with two NVIDIA GPUs, one of AMD's, and their IOMMU groups."""
-    for name, vendor, kind in (
-        ("0000:00:01.0", "0x10de", "0x030200"),
-        ("0000:00:02.0", "0x10de", "0x030000"),
-        ("0000:00:02.1", "0x10de", "0x040300"),  # its sound
-        ("0000:00:03.0", "0x1002", "0x030000"),
-    ):
-        folder = tmp_path / "sys/bus/pci/devices" / name
+    """The files of a machine with two NVIDIA GPUs, one of AMD's, and a sound device."""
+    rows = [("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x10de", "0x040300"), ("0x1002", "0x030000")]
+    for number, (vendor, kind) in enumerate(rows):
+        folder = tmp_path / f"sys/bus/pci/devices/0000:00:0{number}.0"
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "class").write_text(f"{kind}\n")
-    for group, kind in (("0", "identity"), ("1", "DMA")):
-        folder = tmp_path / "sys/kernel/iommu_groups" / group
-        folder.mkdir(parents=True)
-        (folder / "type").write_text(f"{kind}\n")
-    (tmp_path / "dev/shm").mkdir(parents=True)
     return tmp_path
 
 
-def test_facts_are_read_from_the_system(system):
+def test_facts_of_this_machine(system, tmp_path):
     assert count_boards(system) == 2
-    assert sorted(read_iommu_types(system)) == ["DMA", "identity"]
-
-
-def test_system_without_such_files(tmp_path):
-    assert count_boards(tmp_path) == 0
-    assert read_iommu_types(tmp_path) == []
-
-
-def test_torch_of_this_machine():
+    assert count_boards(tmp_path / "nowhere") == 0
     build = describe_torch()
-    assert build.version == torch.__version__
-    assert build.num_devices == torch.cuda.device_count()
+    assert (build.version, build.num_devices) == (torch.__version__, torch.cuda.device_count())
     assert (build.cuda_version is None) == (torch.version.cuda is None)
 
 
@@ -55,12 +161,12 @@ def test_torch_of_this_machine():
 def examine(monkeypatch, tmp_path):
     """Diagnose a machine made up of a driver, a build of torch, and what copying between its GPUs gives."""
 
-    def run(library, build, *, environ=None, peers=None, system=tmp_path, **options):
+    def run(library, build, *, environ=None, found=None, system=tmp_path, **options):
         tests = []
 
         def test(uuids, *, full):
             tests.append((uuids, full))
-            return peers or Outcome(pairs={(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")})
+            return found or {(0, 1): RIGHT, (1, 0): RIGHT}
 
         monkeypatch.setitem(sys.modules, "pynvml", library)
         monkeypatch.setattr(doctor, "describe_torch", lambda: build)
@@ -73,9 +179,10 @@ def examine(monkeypatch, tmp_path):
 
 
 def test_sound_machine(examine):
-    diagnosis, states, tests = examine(FakeNvml(*two_h200s()), BUILD)
+    diagnosis, states, tests = examine(FakeNvml(*two_h200s()), BUILD, environ={"CUDA_LAUNCH_BLOCKING": "1"})
     assert diagnosis.is_usable
     assert [states[check] for check in ("driver", "torch", "nccl", "P2P", "health")] == ["ok"] * 5
+    assert states["environment"] == "warning"
     assert tests == [(["u0", "u1"], True)]
 
 
@@ -84,50 +191,35 @@ def test_machine_without_gpus_is_usable(examine):
     diagnosis, states, tests = examine(library, CPU_BUILD)
     assert diagnosis.is_usable
     assert (states["driver"], states["torch"]) == ("note", "ok")
-    assert diagnosis.peers is None
-    assert tests == []
+    assert (diagnosis.peers, tests) == (None, [])
 
 
-def test_broken_driver_is_unusable(examine, system):
-    library = FakeNvml(fail_init=FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    diagnosis, states, _ = examine(library, replace(BUILD, num_devices=0), system=system)
+@pytest.mark.parametrize(
+    ("library", "build", "state"),
+    [
+        (FakeNvml(fail_init=FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), replace(BUILD, num_devices=0), "error"),
+        (FakeNvml(fail_init=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED), CPU_BUILD, "error"),
+        (FakeNvml(*two_h200s(), cuda_version=12_020), replace(BUILD, num_devices=0), "ok"),
+    ],
+    ids=["broken driver", "no driver", "old driver"],
+)
+def test_machines_that_are_unusable(examine, system, library, build, state):
+    diagnosis, states, _ = examine(library, build, system=system)
     assert not diagnosis.is_usable
-    assert states["driver"] == "error"
+    assert states["driver"] == state
 
 
-def test_gpus_on_the_bus_without_a_driver_are_unusable(examine, system):
-    library = FakeNvml(fail_init=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    diagnosis, states, _ = examine(library, CPU_BUILD, system=system)
-    assert not diagnosis.is_usable
-    assert states["driver"] == "error"
-
-
-def test_old_driver_is_unusable(examine):
-    diagnosis, states, _ = examine(FakeNvml(*two_h200s(), cuda_version=12_020), replace(BUILD, num_devices=0))
-    assert not diagnosis.is_usable
-    assert (states["driver"], states["torch"]) == ("ok", "error")
-
-
-def test_wrong_copies_are_no_reason_not_to_use_the_gpus(examine, system):
-    wrong = PairReport(verdict="wrong", detail="x")
-    diagnosis, states, _ = examine(
-        FakeNvml(*two_h200s()), BUILD, peers=Outcome(pairs={(0, 1): wrong, (1, 0): wrong}), system=system
-    )
+def test_wrong_copies_are_no_reason_not_to_use_the_gpus(examine):
+    diagnosis, states, _ = examine(FakeNvml(*two_h200s()), BUILD, found={(0, 1): WRONG, (1, 0): WRONG})
     assert diagnosis.is_usable
-    assert (states["P2P"], states["iommu"]) == ("warning", "note")
+    assert states["P2P"] == "warning"
 
 
 def test_one_gpu_and_a_quick_look_copy_nothing(examine):
-    one = replace(BUILD, num_devices=1, capabilities=((9, 0),))
-    assert examine(FakeNvml(Gpu()), one)[2] == []
+    assert examine(FakeNvml(Gpu()), replace(BUILD, num_devices=1))[2] == []
     diagnosis, states, tests = examine(FakeNvml(*two_h200s()), BUILD, test_peers=False)
     assert (diagnosis.peers, tests) == (None, [])
     assert "P2P" not in states
-
-
-def test_environment_is_looked_at(examine):
-    _, states, _ = examine(FakeNvml(*two_h200s()), BUILD, environ={"CUDA_LAUNCH_BLOCKING": "1"})
-    assert states["environment"] == "warning"
 
 
 @pytest.mark.gpu
@@ -136,6 +228,6 @@ def test_real_machine_is_sound(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     diagnosis = diagnose({})
     assert diagnosis.is_usable, diagnosis.findings
-    if diagnosis.peers is not None:
-        assert {report.verdict for report in diagnosis.peers.pairs.values()} == {"right"}
-        assert all(report.gigabytes_per_s > 1 for report in diagnosis.peers.pairs.values())
+    for report in (diagnosis.peers or {}).values():
+        assert report.verdict == "right"
+        assert report.gigabytes_per_s > 1

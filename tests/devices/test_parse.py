@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from everygpu.devices.parse import parse_device, parse_devices
-from everygpu.errors import DeviceError, EveryGPUError
+from everygpu.errors import DeviceError
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ class TestWithoutAccelerator:
             (torch.device("mps"), "This machine has no .*only 'cpu'"),
             ("meta:0", r"meta.* have no values to train\..*only 'cpu'"),
             (torch.device("meta"), r"meta.* have no values to train\..*only 'cpu'"),
-            ("gpu:0", r"'gpu:0' is no device name.* Did you mean 'cuda:0'\? .*only 'cpu'"),
+            ("gpu:0", r"'gpu:0' is no device name; 'cuda:0' is one\. .*only 'cpu'"),
         ],
     )
     def test_other_types_are_absent(self, name, words):
@@ -77,17 +77,7 @@ class TestWithoutAccelerator:
             parse_devices([name])
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("gpu:0", "cuda:0"), ("GPU", "cuda"), ("cuda1", "cuda:1"), ("CUDA:2", "cuda:2"), ("cuda ", "cuda")],
-)
-@pytest.mark.usefixtures("three_gpus")
-def test_names_that_others_use_say_what_is_meant(name, meant):
-    with pytest.raises(DeviceError, match=rf"'{name}' is no device name; 'cuda:0' is one\. Did you mean '{meant}'\?"):
-        parse_devices([name])
-
-
-@pytest.mark.parametrize("name", ["", "0", "cuda:", "cuda:-1", "cuda:x", "cuda:0x", "cpu ", "cuda:0,1", ":0"])
+@pytest.mark.parametrize("name", ["", "0", "GPU", "cuda1", "cuda:", "cuda:-1", "cuda:x", "cpu ", "cuda:0,1"])
 @pytest.mark.usefixtures("three_gpus")
 def test_unknown_name_says_what_there_is(name):
     with pytest.raises(DeviceError, match=r"is no device name.*'cpu' and 3 of 'cuda'") as caught:
@@ -171,12 +161,6 @@ def test_naming_the_cpu_asks_no_driver(monkeypatch):
 def test_accelerator_of_another_make_is_known_by_its_own_name(machine):
     machine("hpu", 2)
     assert parse_devices(["hpu:1", "hpu:0"]) == [torch.device("hpu", 1), torch.device("hpu", 0)]
-
-
-@pytest.mark.parametrize("kind", [EveryGPUError, RuntimeError])
-def test_errors_are_ours_and_the_builtin_callers_catch(kind):
-    with pytest.raises(kind):
-        parse_devices([])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Reservations between real processes, and every way they can't be had."""
 
 import contextlib
-import json
 import logging
 import os
 import subprocess
@@ -69,11 +68,6 @@ def test_second_run_gets_another_one():
             BOX[1].uuid: Holder(pid=os.getpid(), command=find_holders({})[BOX[1].uuid].command),
         }
         ours.release()
-
-
-def test_killed_run_holds_nothing():
-    with another_run(2) as (process, theirs):
-        assert theirs == [0, 1]
         process.kill()
         process.wait()
         assert find_holders({}) == {}
@@ -133,12 +127,6 @@ def test_many_at_once_share_the_box_without_overlap():
     assert len(refused) == 4
 
 
-def test_left_over_files_are_no_reservations(folder):
-    reserve(take_free(4)).release()
-    assert len(list(folder.glob("*.lock"))) == 4
-    assert find_holders({}) == {}
-
-
 def test_uuid_with_slashes_is_no_folder(folder):
     old = make_sample(0, uuid="MIG-GPU-5c89852c/1/0")
     held = reserve(lambda holders: [old])
@@ -147,7 +135,18 @@ def test_uuid_with_slashes_is_no_folder(folder):
     held.release()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "not json", json.dumps({"pid": "x", "command": "y"})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "not json",
+        "[" * 100_000,
+        '{"pid": "x", "command": "y"}',
+        '{"pid": 1e999, "command": "y"}',
+    ],
+)
 def test_holder_that_does_not_describe_itself(folder, text):
     reserve(take_free(1)).release()
     (path,) = folder.glob("*.lock")
@@ -187,15 +186,6 @@ def test_a_run_that_stops_while_choosing_does_not_stop_others(monkeypatch, folde
     assert held.devices == [BOX[0]]
     assert "not waiting" in caplog.text
     held.release()
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"pid": 1e999, "command": "y"}'])
-def test_holder_whose_description_is_out_of_bounds(folder, text):
-    reserve(take_free(1)).release()
-    (path,) = folder.glob("*.lock")
-    path.with_suffix(".json").write_text(text)
-    with FileLock(path):
-        assert list(find_holders({}).values()) == [Holder(pid=None, command=None)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -18,7 +18,7 @@ from everygpu.devices.visible import (
     resolve_environ,
     visible_devices,
 )
-from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu, two_h200s
+from tests.devices.fake_nvml import GIB, H200_UUIDS, FakeNvml, Gpu, make_sample, two_h200s
 from tests.devices.real_gpus import find_gpus
 
 A, B = H200_UUIDS
@@ -65,8 +65,6 @@ RECORDED = {
     "0;1": [0],
     "0.5": [0],
     "0x1": [0],
-    "4294967296": [0],
-    "4294967297": [1],
     '"0"': [],
     " ": [],
     f" {A}": [],
@@ -125,26 +123,6 @@ def test_valid_indices_come_out_as_written(order, count):
     assert pick_visible(",".join(uuids[index] for index in expected), uuids) == expected
 
 
-@given(
-    entries=st.lists(st.integers(-2, 9) | st.sampled_from(["", "x", "GPU-0", " 3", "2y"]), max_size=8),
-    num_devices=st.integers(0, 8),
-)
-def test_any_list_is_cut_at_the_first_bad_entry_or_emptied_by_a_double(entries, num_devices):
-    uuids = [make_sample(index).uuid for index in range(num_devices)]
-    picked = pick_visible(",".join(map(str, entries)), uuids)
-    meant = [{" 3": 3, "2y": 2}.get(entry, entry) for entry in entries]
-    good = []
-    for entry in meant:
-        if not isinstance(entry, int) or not 0 <= entry < num_devices:
-            break
-        good.append(entry)
-    # A text that begins with GPU- is read as UUIDs; GPU-0 is a prefix of every one of them.
-    if entries and entries[0] == "GPU-0":
-        assert len(picked) <= 1
-    else:
-        assert picked == (good if len(set(good)) == len(good) else [])
-
-
 @given(text=st.text("0123456789,- \tGPUMIgxé٣\0", max_size=40), num_devices=st.integers(0, 4))
 def test_any_text_gives_distinct_devices_that_exist(text, num_devices):
     picked = pick_visible(text, [make_sample(index).uuid for index in range(num_devices)])
@@ -158,26 +136,6 @@ def test_a_prefix_names_a_device_exactly_when_it_is_the_only_one(uuids, data):
     prefix = data.draw(st.sampled_from(names))[: data.draw(st.integers(4, 40))]
     sharing = [position for position, name in enumerate(names) if name.startswith(prefix)]
     assert pick_visible(prefix, names) == (sharing if len(sharing) == 1 else [])
-
-
-def test_mig_instances_are_named_by_their_own_uuid():
-    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1]}, box)] == [MIG_UUIDS[1]]
-    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1][:12]}, box)] == [MIG_UUIDS[1]]
-    assert resolve_environ({"CUDA_VISIBLE_DEVICES": "MIG-00000000"}, box) == []
-    assert resolve_environ({"CUDA_VISIBLE_DEVICES": f"{MIG_UUIDS[0]},{MIG_UUIDS[0]}"}, box) == []
-
-
-def test_gpu_in_mig_mode_stands_for_its_first_instance():
-    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-    assert [d.uuid for d in resolve_environ({}, box)] == [A, MIG_UUIDS[0]]
-    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, box)] == [MIG_UUIDS[0]]
-    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "GPU-1f2e"}, box)] == [MIG_UUIDS[0]]
-
-
-def test_gpu_in_mig_mode_without_instances_is_no_device():
-    box = sample_devices(FakeNvml(mig_gpu(num_instances=0), Gpu()))
-    assert [d.uuid for d in resolve_environ({}, box)] == [A]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +152,8 @@ def test_indices_on_a_box_of_unlike_gpus_are_told_to_be_uncertain(environ, warns
     box = [make_sample(0, name="NVIDIA T400"), make_sample(1)]
     resolve_environ(environ, box)
     assert ("CUDA_DEVICE_ORDER" in caplog.text) == warns
-
-
-def test_like_gpus_need_no_warning(caplog):
-    resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, [make_sample(0), make_sample(1)])
+    caplog.clear()
+    resolve_environ(environ, [make_sample(0), make_sample(1)])
     assert caplog.text == ""
 
 
@@ -257,11 +213,6 @@ def test_memory_that_nvml_does_not_know_is_asked_of_torch(fake_cuda):
     assert (device.index, device.free_memory_bytes, device.total_memory_bytes) == (0, 5, 9)
 
 
-def test_mig_instance_is_found_by_its_uuid(fake_cuda):
-    fake_cuda([MIG_UUIDS[1][4:].upper()], FakeNvml(Gpu(), mig_gpu()))
-    assert visible_devices()[0].uuid == MIG_UUIDS[1]
-
-
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])
 def test_other_accelerator_is_one_device_whose_memory_may_be_unknown(monkeypatch, error):
     def refuse(device):
@@ -303,12 +254,6 @@ def test_real_devices_match_and_need_no_context():
         assert 0 < device.free_memory_bytes <= device.total_memory_bytes
 
 
-# Physical indices on four GPUs, or what comes closest on as many as there are; None for any value without devices.
-REAL_TABLE = {
-    "2,3": lambda num: [num - 2, num - 1],
-    "0,3,2": lambda num: [0, num - 1, num - 2] if num > 2 else [1, 0],
-    "the last alone": lambda num: [num - 1],
-}
 COMPARE = """
 import json, torch
 from everygpu import visible_devices
@@ -318,53 +263,20 @@ print(json.dumps([ours, [f"GPU-{ask(i).uuid}" for i in range(torch.cuda.device_c
 """
 
 
-def compare_under(text):
-    """Return what we and torch say in a process of its own, under a value of the variable."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPARE],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("by_uuid", [False, True], ids=["indices", "uuids"])
-@pytest.mark.parametrize("name", REAL_TABLE)
-def test_real_table_under_the_variable(name, by_uuid):
-    samples = find_gpus(2)
-    physical = REAL_TABLE[name](len(samples))
-    text = ",".join(samples[index].uuid if by_uuid else str(index) for index in physical)
-    ours, torchs = compare_under(text)
-    assert torchs == [samples[index].uuid for index in physical]
-    assert ours == [[i, index, samples[index].uuid] for i, index in enumerate(physical)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("text", ["-1", "0,0", ""])
-def test_real_table_under_values_that_hide_everything(text):
-    find_gpus(1)
-    assert compare_under(text) == [[], []]
-
-
 @pytest.mark.gpu
 def test_real_driver_numbers_devices_as_the_rules_say():
     samples = find_gpus(2)
-    texts = ["1,0", "0,0", "1,-1,0", samples[1].uuid, samples[1].uuid[:13], "0,,1"]
-    code = (
-        "import torch; from torch.cuda import device_count, get_device_properties as ask;"
-        "print([str(ask(index).uuid) for index in range(device_count())])"
-    )
-    for text in texts:
-        expected = [sample.uuid[4:] for sample in resolve_environ({"CUDA_VISIBLE_DEVICES": text}, samples)]
+    last = len(samples) - 1
+    for text in (f"{last},0", "0,0", "1,-1,0", samples[1].uuid, samples[1].uuid[:13], "0,,1", "-1", ""):
+        environ = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        expected = resolve_environ(environ, samples)
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            [sys.executable, "-W", "ignore", "-c", COMPARE],
+            env={**os.environ, **environ},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert done.stdout.strip() == str(expected), text
+        ours, torchs = json.loads(done.stdout)
+        assert torchs == [sample.uuid for sample in expected], text
+        assert ours == [[i, sample.index, sample.uuid] for i, sample in enumerate(expected)], text

@@ -1,5 +1,6 @@
 """The ``everygpu`` command: one file a verb; the only place that prints."""
 
+import sys
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ from everygpu.cli.bench import compare_ways
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
-from everygpu.cli.output import check_output, flush_output, plain_end, say, without_caller
+from everygpu.cli.output import say, without_caller
 from everygpu.cli.run import run_chosen
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
@@ -17,31 +18,28 @@ _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
 
 
 class _Group(click.Group):
-    """Shows an error of ours as its message, without a traceback."""
+    """Shows an error of ours, or of the system, as its message, without a traceback."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        check_output(args[0] if args else None)
-        with plain_end():  # help and versions are printed here
-            return super().make_context(info_name, args, parent, **extra)
+        if sys.stdout is None and args[:1] != ["run"]:  # a script may do without
+            raise click.ClickException("The output is closed. Redirect it to a file, or to /dev/null.")
+        return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with plain_end():
-                return self._invoke_whole(ctx)
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             ctx.exit(130)
         except EveryGPUError as error:
             say(f"Error: {without_caller(str(error))}")
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
-
-    def _invoke_whole(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        finally:
-            if ctx.invoked_subcommand != "run":  # a script ends as python has it end
-                flush_output()
+        except BrokenPipeError:
+            raise  # click ends without a word
+        except OSError as error:
+            say(f"Error: {error.strerror}: {error.filename or 'the output'}")
+            ctx.exit(4 if ctx.invoked_subcommand == "checkpoint" and error.filename else 1)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +56,6 @@ def main() -> None:
       5    `run`: numbers not finite, or replicas differ
       6    `run`: no progress, or a GPU was lost
       130  Ctrl-C
-      141  the reader of the output has left
     `run` passes on the script's own exit code.
     """
 

@@ -12,7 +12,6 @@ import click
 
 from everygpu.bench.workloads import MODELS
 from everygpu.child import python_command
-from everygpu.cli.options import FiniteRange
 from everygpu.cli.output import UserPath, harmless, make_console
 from everygpu.cli.progress_bar import show_bar
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
@@ -43,7 +42,7 @@ MAX_TIMEOUT_S = 1_000_000
 )
 @click.option(
     "--timeout",
-    type=FiniteRange(min=0, min_open=True, max=MAX_TIMEOUT_S),
+    type=click.FloatRange(min=0, min_open=True, max=MAX_TIMEOUT_S),
     default=300.0,
     show_default=True,
     metavar="SECONDS",

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from everygpu.cli.options import Filters, FiniteRange, Request, filter_options, read_request
+from everygpu.cli.options import Filters, Request, filter_options, read_request
 from everygpu.cli.output import harmless, make_console
 from everygpu.cli.plan import choose_gpus
 from everygpu.devices import nvml
@@ -20,6 +20,7 @@ from everygpu.devices.reserve import Holder, find_holders
 from everygpu.devices.visible import predict_names, visible_devices
 from everygpu.units import format_size
 
+INTERVAL_S = 2.0
 Row = tuple[str | None, DeviceSample]
 """torch's name for a device, None where it can't use it; and the device."""
 
@@ -38,18 +39,7 @@ Row = tuple[str | None, DeviceSample]
 @click.option("--json", "form", flag_value="json", help="The same as --format json.")
 @click.option("--torch", "ask_torch", is_flag=True, help="Ask torch, for GPUs of other makers too; takes seconds.")
 @click.option("--watch", is_flag=True, help="Show use and memory until Ctrl-C. nvitop shows more.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=FiniteRange(min=0.1, max=86400),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --watch: time between updates.",
-)
-def list_devices(
-    request: Request | None, filters: Filters, form: str, ask_torch: bool, watch: bool, interval_s: float
-) -> None:
+def list_devices(request: Request | None, filters: Filters, form: str, ask_torch: bool, watch: bool) -> None:
     """List the GPUs and torch's names for them, or choose among them.
 
     JSON has sizes in bytes. `CUDA_VISIBLE_DEVICES=$(everygpu devices --select 2 --format visible)` chooses GPUs for
@@ -69,7 +59,7 @@ def list_devices(
 
     console = make_console()
     if watch and find_rows(request, filters, ask_torch)[0]:
-        _show_live(build, interval_s)
+        _show_live(build)
     elif form == "table":
         console.print(build())
     else:
@@ -78,17 +68,17 @@ def list_devices(
         console.out(text if form == "json" else ",".join(gpu.uuid or "" for _, gpu in rows))
 
 
-def _show_live(build: Callable[[], RenderableType], interval_s: float) -> None:
+def _show_live(build: Callable[[], RenderableType]) -> None:
     """Redraw in place; in a pipe, print one after the other."""
     console = make_console()
     try:
         if not console.is_terminal:
             while True:
                 console.print(build())
-                time.sleep(interval_s)
+                time.sleep(INTERVAL_S)
         with Live(build(), console=console, auto_refresh=False, screen=True) as live:
             while True:
-                time.sleep(interval_s)
+                time.sleep(INTERVAL_S)
                 live.update(build(), refresh=True)
     except KeyboardInterrupt:
         return  # that is how one leaves it
@@ -103,17 +93,15 @@ def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tup
     if request is not None:
         chosen = choose_gpus(samples, request, request.demand(**filters), os.environ, holders)
         return [(names.get(gpu.uuid or ""), gpu) for gpu in chosen], holders
-    parts = {part.uuid: part for gpu in samples for part in (gpu, *(gpu.mig_instances or ()))}
-    hidden = [part for gpu in samples for part in gpu.mig_instances or (gpu,) if part.uuid not in names]
+    by_uuid = {gpu.uuid: gpu for gpu in samples}
     seen: list[Row] = [(str(gpu.device), gpu) for gpu in visible]
-    seen += [(name, parts[uuid]) for uuid, name in predicted.items()]
-    return [*seen, *((None, part) for part in hidden)], holders
+    seen += [(name, by_uuid[uuid]) for uuid, name in predicted.items()]
+    return [*seen, *((None, gpu) for gpu in samples if gpu.uuid not in names)], holders
 
 
 def explain_hidden(rows: Sequence[Row]) -> list[str]:
-    """Say why torch doesn't use some GPUs. Of the instances of a GPU, CUDA uses one: the others are no concern."""
-    used = {device.index for name, device in rows if name is not None}
-    num_hidden = len({device.index for _, device in rows} - used)
+    """Say why torch doesn't use some GPUs."""
+    num_hidden = sum(name is None for name, _ in rows)
     notes = []
     if any(name == "cuda:?" for name, _ in rows):
         notes.append("CUDA numbers unlike GPUs fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or pass --torch.")
@@ -147,8 +135,8 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
         used_by = [f"{pid} ({format_size(used)})" for pid, used in device.processes]
         table.add_row(
             name or "-",
-            device.number,
-            harmless(device.name),
+            _number(device),
+            _name(device),
             harmless(device.uuid or "-"),
             f"{format_size(device.free_memory_bytes)} / {format_size(device.total_memory_bytes)}",
             _busy(device),
@@ -170,8 +158,16 @@ def build_watch(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
         free, total = device.free_memory_bytes, device.total_memory_bytes
         used = None if free is None or total is None else total - free
         memory = f"{format_size(used)} / {format_size(total)}"
-        table.add_row(device.number, harmless(device.name), _busy(device), memory, harmless(used_by) or "-")
+        table.add_row(_number(device), _name(device), _busy(device), memory, harmless(used_by) or "-")
     return table
+
+
+def _number(device: DeviceSample) -> str:
+    return "-" if device.index is None else str(device.index)
+
+
+def _name(device: DeviceSample) -> str:
+    return harmless(f"{device.name} (MIG mode)" if device.is_mig else device.name)
 
 
 def _busy(device: DeviceSample) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from everygpu.cli.output import harmless, make_console
 from everygpu.cli.progress_bar import show_bar
 
 if TYPE_CHECKING:
-    from everygpu.devices.p2p import Outcome
+    from everygpu.devices.p2p import Pair, PairReport
 
 _SIGNS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
 _UNUSABLE = 3
@@ -34,11 +35,10 @@ def find_faults(quick: bool, as_json: bool) -> None:
         diagnosis = diagnose(os.environ, test_peers=not quick)
     console = make_console()
     if as_json:
-        pairs = {} if diagnosis.peers is None else diagnosis.peers.pairs
         report = {
             "usable": diagnosis.is_usable,
             "findings": [asdict(finding) for finding in diagnosis.findings],
-            "pairs": [{"source": i, "target": j, **asdict(pair)} for (i, j), pair in pairs.items()],
+            "pairs": [{"source": i, "target": j, **asdict(pair)} for (i, j), pair in (diagnosis.peers or {}).items()],
         }
         console.out(json.dumps(report, indent=2))
     else:
@@ -50,12 +50,12 @@ def find_faults(quick: bool, as_json: bool) -> None:
     sys.exit(0 if diagnosis.is_usable else _UNUSABLE)
 
 
-def build_matrix(peers: "Outcome") -> Table:
+def build_matrix(peers: "Mapping[Pair, PairReport]") -> Table:
     """Lay out what came of copying from each GPU (a row) to each (a column)."""
-    positions = sorted({position for pair in peers.pairs for position in pair})
+    positions = sorted({position for pair in peers for position in pair})
     table = Table("GB/s", *(f"to {j}" for j in positions), highlight=False)
     for i in positions:
-        cells = ["" if i == j else peers.pairs[i, j] for j in positions]
+        cells = ["" if i == j else peers[i, j] for j in positions]
         speeds = [x if isinstance(x, str) else x.gigabytes_per_s or x.verdict for x in cells]
         table.add_row(f"from {i}", *(x if isinstance(x, str) else f"{x:g}" for x in speeds))
     return table

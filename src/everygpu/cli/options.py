@@ -1,28 +1,17 @@
 """Options that several verbs have: filters of GPUs, and the types of numbers."""
 
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from everygpu.cli.output import without_caller
-from everygpu.devices.select import Demand, SortKey
+from everygpu.devices.select import Demand
 from everygpu.errors import OptionError
 from everygpu.units import parse_size
-
-
-class FiniteRange(click.FloatRange):
-    """A finite number in a range: ``FloatRange`` lets nan through, which no comparison finds outside."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number.", param, ctx)
-        return number
 
 
 class Size(click.ParamType[str]):
@@ -78,18 +67,11 @@ _FILTERS = {
     "min_free_memory": click.option(
         "--min-free", "min_free_memory", type=Size(), metavar="SIZE", help="Minimum free memory, such as 8GiB."
     ),
-    "min_total_memory": click.option(
-        "--min-total", "min_total_memory", type=Size(), metavar="SIZE", help="Minimum total memory."
-    ),
     "max_utilization": click.option("--max-utilization", type=float, metavar="PCT", help="Maximum utilization now."),
     "name": click.option("--name", metavar="TEXT", help="Part of the GPU's name, such as H100."),
     "exclude": click.option(
         "--exclude", multiple=True, callback=_read_excluded, metavar="GPU",
         help="Skip these indices, names or UUIDs: 0,T400.",
-    ),
-    "sort": click.option(
-        "--sort", type=click.Choice(get_args(SortKey)), default="free", show_default=True,
-        help="Which GPUs come first.",
     ),
 }  # fmt: skip
 Filters = Mapping[str, Any]
@@ -102,7 +84,7 @@ def filter_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def collect(**options: Any) -> None:
         values = {name: options.pop(name) for name in _FILTERS}
-        given = {k: v for k, v in values.items() if v not in (None, ()) and (k, v) != ("sort", "free")}
+        given = {k: v for k, v in values.items() if v not in (None, ())}
         command(filters=given, **options)
 
     for option in reversed(_FILTERS.values()):

@@ -16,7 +16,7 @@ from everygpu.errors import DeviceError
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _POLL_S = 2.0
-_ALONE = "a MIG instance: CUDA uses one in a process, and no GPU beside it"
+_IN_MIG = "in MIG mode: set CUDA_VISIBLE_DEVICES to an instance, see nvidia-smi -L"
 _USE_CPU = "Omit --gpus and the filters, or pass --cpu, to use the CPU."
 
 
@@ -50,17 +50,20 @@ def plan_run(
             the CPU will do.
     """
     samples = nvml.sample_devices() or []
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if demand.is_empty and ((samples and all(gpu.is_mig for gpu in samples)) or (text or "").startswith("MIG-")):
+        return Plan()  # CUDA uses one instance, the first unless the variable names another
     if demand.is_empty and not _fits(samples, request, demand, environ):
         if not samples:
             return Plan(note="No NVIDIA GPU found: the script runs on the CPU, or on what torch finds.")
-        text = environ.get("CUDA_VISIBLE_DEVICES")
         among = "" if text is None else f" in CUDA_VISIBLE_DEVICES={text!r}"
         return Plan(environ=NO_GPU, note=f"No usable GPU{among}: the script runs on the CPU.")
 
     def select(holders: Mapping[str, Holder]) -> list[DeviceSample]:
         return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders)
 
-    is_hopeful = _fits(samples, request, demand.lasting, environ)
+    idle = [replace(gpu, free_memory_bytes=gpu.total_memory_bytes, utilization_pct=0.0) for gpu in samples]
+    is_hopeful = _fits(idle, request, demand, environ)
     deadline = time.monotonic() + (wait_s if is_hopeful else 0.0)
     has_told = False
     while True:
@@ -98,29 +101,20 @@ def choose_gpus(
     environ: Mapping[str, str],
     holders: Mapping[str, Holder] | None = None,
 ) -> list[DeviceSample]:
-    """Take the GPUs that are visible, asked for, and free enough; or, where none fits and one will do, a MIG instance.
+    """Take the GPUs that are visible, asked for, and free enough.
 
     Raises:
         DeviceError: too few; the message has a table of every GPU.
     """
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        visible = resolve_environ(environ, samples)
-    else:  # while nothing is hidden, also what is not a GPU's first MIG instance
-        visible = [part for gpu in samples for part in ((gpu,) if gpu.mig_instances is None else gpu.mig_instances)]
-    shown = {gpu.index for gpu in visible}
-    everything = [*visible, *(gpu for gpu in samples if gpu.index not in shown)]
+    visible = resolve_environ(environ, samples)
+    everything = [*visible, *(gpu for gpu in samples if gpu not in visible)]
     refused = refuse_held(everything, holders or {})
     for i, gpu in enumerate(everything):
-        if i >= len(visible):
-            hidden = f"hidden by CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}"
-            refused[i] = "in MIG mode without an instance" if gpu.mig_instances == () else hidden
+        if gpu.is_mig:
+            refused[i] = _IN_MIG
+        elif i >= len(visible):
+            refused[i] = f"hidden by CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}"
         if request.indices and gpu.index not in request.indices:
             refused[i] = "not asked for"
-    instances = {i: _ALONE for i, gpu in enumerate(everything) if gpu.instance is not None}
-    try:
-        chosen = choose(everything, demand, {**instances, **refused}, _USE_CPU)
-    except DeviceError:
-        if demand.num_required > 1 or not instances:
-            raise
-        chosen = choose(everything, replace(demand, count=1, min_count=None), refused, _USE_CPU)
+    chosen = choose(everything, demand, refused, _USE_CPU)
     return sorted(chosen, key=lambda gpu: request.indices.index(gpu.index or 0)) if request.indices else chosen

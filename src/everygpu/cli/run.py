@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from everygpu.cli.launch import OPTIONS, launch, torchrun_arguments
-from everygpu.cli.options import Filters, FiniteRange, Request, filter_options, read_request
+from everygpu.cli.options import Filters, Request, filter_options, read_request
 from everygpu.cli.output import say
 from everygpu.cli.plan import NO_GPU, Plan, plan_run
 from everygpu.cli.script import require_script, run_script
 from everygpu.devices import nvml
 from everygpu.errors import DeviceError
-from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch
+from everygpu.watchdog import TIMEOUT_S, VARIABLE, watch
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
 SPLIT_VARIABLE = "EVERYGPU_SPLIT"
@@ -60,13 +60,13 @@ def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @filter_options
 @click.option("--wait", is_flag=True, help="Wait until enough GPUs are free.")
-@click.option("--timeout", type=FiniteRange(min=0), metavar="SECONDS", help="Stop waiting after this time.")
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Stop waiting after this time.")
 @click.option("--share", is_flag=True, help="Ignore reservations, and make none.")
 @click.option("--cpu", is_flag=True, help="Hide all GPUs.")
 @click.option("--split", type=click.Choice(list(_SPLITS)), help="Default batch split.")
 @click.option(
     "--watchdog",
-    type=FiniteRange(min=0),
+    type=click.FloatRange(min=0),
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

@@ -1,6 +1,5 @@
 """Find what keeps GPUs from working or from being fast, for ``everygpu doctor``: facts, and what they mean."""
 
-import itertools
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 
 from everygpu.devices import nvml, p2p
 from everygpu.devices.nvml import DeviceSample, DriverSample, NvmlFailure
-from everygpu.devices.p2p import Outcome
+from everygpu.devices.p2p import Pair, PairReport
 from everygpu.devices.visible import has_known_order
 from everygpu.torch_private.cuda import has_nccl
 from everygpu.units import format_size
@@ -52,9 +51,6 @@ class TorchBuild:
     cuda_version: Version | None
     is_rocm: bool
     num_devices: int
-    architectures: tuple[str, ...]
-    """``torch.cuda.get_arch_list()``, such as ``sm_90`` and ``compute_90``."""
-    capabilities: tuple[Version, ...]
     nccl_version: Version | None
 
 
@@ -63,7 +59,7 @@ class Diagnosis:
     """What was found."""
 
     findings: tuple[Finding, ...]
-    peers: Outcome | None
+    peers: Mapping[Pair, PairReport] | None
     """What came of copying between GPUs, with speeds; None where there are fewer than two."""
 
     @property
@@ -76,17 +72,16 @@ def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Pat
     """Look at everything. The test of copies takes some seconds and 256 MiB on each GPU, and is kept for later runs."""
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
     is_tested = test_peers and build.num_devices > 1
-    outcome = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None
+    peers = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None
     findings = (
         check_driver(driver, count_boards(system)),
         *check_torch(build, driver, environ),
-        *check_peers(outcome),
-        *check_iommu(read_iommu_types(system), build.num_devices),
+        *check_peers(peers),
         *check_health(samples),
         *check_environment(environ, samples),
         *check_limits(system),
     )
-    return Diagnosis(findings=findings, peers=outcome)
+    return Diagnosis(findings=findings, peers=peers)
 
 
 def check_driver(driver: DriverSample | NvmlFailure, num_boards: int) -> Finding:
@@ -111,11 +106,6 @@ def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: 
     kind = "no CUDA" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
     kind = "ROCm" if build.is_rocm else kind
     yield Finding("torch", "ok", f"torch {build.version} with {kind} sees {build.num_devices} GPU(s)")
-    for capability in () if build.is_rocm else sorted(set(build.capabilities)):
-        if not any(_runs_on(name, capability) for name in build.architectures):
-            message = f"torch has no kernels for GPUs of compute capability {_dotted(capability)}"
-            fix = "Install a build that has them: newer for new GPUs, older for old."
-            yield Finding("torch", "error", message, fix)
     if build.num_devices > 1 and build.nccl_version is None:
         message = "torch has no NCCL: several GPUs exchange gradients by copies, which is slower"
         yield Finding("nccl", "note", message, "Use Linux, or WSL, for NCCL.")
@@ -140,52 +130,28 @@ def _find_mismatch(build: TorchBuild, driver: DriverSample, environ: Mapping[str
     return Finding("torch", "error", "torch sees no GPU, and the driver does", fix)
 
 
-def _runs_on(architecture: str, capability: Version) -> bool:
-    """Tell whether kernels are of a GPU's major version, or can be compiled for it."""
-    kind, _, number = architecture.partition("_")
-    digits = "".join(itertools.takewhile(str.isdecimal, number))
-    if len(digits) < 2:
-        return True
-    built_for = (int(digits[:-1]), int(digits[-1]))
-    return built_for <= capability if kind == "compute" else built_for[0] == capability[0] and built_for <= capability
-
-
-def check_peers(outcome: Outcome | None) -> Iterator[Finding]:
+def check_peers(peers: Mapping[Pair, PairReport] | None) -> Iterator[Finding]:
     """Look at what came of the test of copies; None when it was not run."""
-    if outcome is None:
+    if peers is None:
         return
     for verdict, what in (("wrong", "arrive wrong"), ("hangs", "hang")):
-        if pairs := _list_pairs(outcome, verdict):
+        if pairs := _list_pairs(peers, verdict):
             message = f"copies {what} between {pairs}: everygpu goes through host memory"
             yield Finding("P2P", "warning", message, IOMMU_FIX)
-    if pairs := _list_pairs(outcome, "untested"):
+    if pairs := _list_pairs(peers, "untested"):
         fix = "Test again when the GPUs have memory free and are not in exclusive mode."
         yield Finding("P2P", "note", f"not tested: {pairs}", fix)
-    right = [report for report in outcome.pairs.values() if report.verdict == "right"]
+    right = [report for report in peers.values() if report.verdict == "right"]
     speeds = [report.gigabytes_per_s for report in right if report.gigabytes_per_s is not None]
     if right:
         measured = f", at {min(speeds):g} to {max(speeds):g} GB/s" if speeds else ""
-        yield Finding("P2P", "ok", f"copies of {len(right)} of {len(outcome.pairs)} pairs arrive right{measured}")
-    total = outcome.collective
-    if total.verdict == "right":
-        yield Finding("nccl", "ok", "a sum over all GPUs is right")
-    elif total.verdict != "untested":
-        fix = f"Run with NCCL_DEBUG=INFO to see why; {p2p.VARIABLE}=staged does without NCCL."
-        what = "hangs" if total.verdict == "hangs" else "is wrong"
-        yield Finding("nccl", "warning", f"a sum over all GPUs {what} ({total.detail})", fix)
+        yield Finding("P2P", "ok", f"copies of {len(right)} of {len(peers)} pairs arrive right{measured}")
 
 
-def _list_pairs(outcome: Outcome, verdict: str) -> str:
-    found = [(pair, report.detail) for pair, report in outcome.pairs.items() if report.verdict == verdict]
+def _list_pairs(peers: Mapping[Pair, PairReport], verdict: str) -> str:
+    found = [(pair, report.detail) for pair, report in peers.items() if report.verdict == verdict]
     names = [f"{i}>{j}" + (f" ({detail})" if detail else "") for (i, j), detail in found]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def check_iommu(types: Sequence[str], num_devices: int) -> Iterator[Finding]:
-    """Look at whether the IOMMU translates what GPUs send each other: NCCL, "PCI Access Control Services"."""
-    if num_devices > 1 and any(kind.startswith("DMA") for kind in types):
-        message = "the IOMMU translates: where GPUs exchange over PCIe, that is slow, and on some boards wrong"
-        yield Finding("iommu", "note", message, IOMMU_FIX)
 
 
 def check_health(samples: Sequence[DeviceSample]) -> Iterator[Finding]:
@@ -241,8 +207,6 @@ def describe_torch() -> TorchBuild:
         cuda_version=None if cuda is None else tuple(int(part) for part in cuda.split(".")[:2]),
         is_rocm=torch.version.hip is not None,
         num_devices=num_devices,
-        architectures=tuple(torch.cuda.get_arch_list()) if num_devices else (),
-        capabilities=tuple(torch.cuda.get_device_capability(i) for i in range(num_devices)),
         nccl_version=None if nccl is None else tuple(part for part in nccl if isinstance(part, int)),
     )
 
@@ -251,11 +215,6 @@ def count_boards(system: Path) -> int:
     """Count NVIDIA GPUs on the PCI bus, as Linux lists them; 0 elsewhere."""
     folders = (system / "sys/bus/pci/devices").glob("*")
     return sum(_read(f / "vendor") == "0x10de" and _read(f / "class").startswith("0x03") for f in folders)
-
-
-def read_iommu_types(system: Path) -> list[str]:
-    """List the types of all IOMMU groups: ``identity`` where nothing is translated, else ``DMA`` or ``DMA-FQ``."""
-    return [_read(path) for path in (system / "sys/kernel/iommu_groups").glob("*/type")]
 
 
 def _read(path: Path) -> str:

@@ -27,14 +27,14 @@ _SLOWDOWNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSample:
-    """A GPU, a MIG instance of one, or another accelerator that torch can use, as it was at one moment."""
+    """A GPU, or another accelerator that torch can use, as it was at one moment."""
 
     index: int | None
-    """``nvidia-smi --query-gpu=index``: in PCI order; a MIG instance has its GPU's. None when unknown."""
+    """``nvidia-smi --query-gpu=index``: in PCI order; None when unknown."""
     name: str
     """``nvidia-smi --query-gpu=name``."""
     uuid: str | None
-    """``nvidia-smi --query-gpu=uuid``: ``GPU-…``; ``MIG-…`` for an instance, as in ``nvidia-smi -L``."""
+    """``nvidia-smi --query-gpu=uuid``: ``GPU-…``."""
     total_memory_bytes: int | None
     """``nvidia-smi --query-gpu=memory.total``, else what torch may use of it; None where nobody knows."""
     free_memory_bytes: int | None
@@ -45,25 +45,18 @@ class DeviceSample:
     """``nvidia-smi --query-compute-apps=pid,used_memory``: pid and bytes, None bytes when not reported."""
     device: "torch.device | None" = None
     """torch's device, where torch was asked."""
-    mig_instances: "tuple[DeviceSample, ...] | None" = None
-    """``nvidia-smi --query-gpu=mig.mode.current`` and ``nvidia-smi -L``; None when MIG mode is off."""
-    instance: int | None = None
-    """``nvidia-smi -L``: number of a MIG instance on its GPU; None for a GPU."""
+    is_mig: bool = False
+    """``nvidia-smi --query-gpu=mig.mode.current``: whether it is cut into instances."""
     temperature_c: float | None = None
     """``nvidia-smi --query-gpu=temperature.gpu``."""
     slowdowns: tuple[str, ...] = ()
     """``nvidia-smi --query-gpu=clocks_event_reasons.active``: of these, what holds a working GPU back."""
 
     @property
-    def number(self) -> str:
-        """``0``; ``0:1`` for a MIG instance, ``-`` for what isn't NVIDIA's."""
-        return "-" if self.index is None else f"{self.index}" + ("" if self.instance is None else f":{self.instance}")
-
-    @property
     def label(self) -> str:
-        """``GPU 0``, ``GPU 0:1`` or ``cuda:0 (GPU 2)``."""
+        """``GPU 0``, ``cuda:0 (GPU 2)`` or ``mps:0``."""
         if self.device is None:
-            return f"GPU {self.number}"
+            return f"GPU {self.index}"
         return str(self.device) if self.index is None else f"{self.device} (GPU {self.index})"
 
 
@@ -103,23 +96,6 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
         logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", samples.text)
         return None
     return [sample for sample in samples if sample is not None]
-
-
-def find_lost(library: Any = None) -> list[str]:
-    """Name the GPUs that no longer answer, with NVML's reason, as "GPU 1: GPU is lost"."""
-
-    def ask(nvml: Any) -> list[str]:
-        found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            try:
-                nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
-            except nvml.NVMLError as error:
-                if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-                    found.append(f"GPU {index}: {error}")
-        return found
-
-    lost = _query(library, ask)
-    return [] if isinstance(lost, NvmlFailure) else lost
 
 
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
@@ -167,13 +143,10 @@ def _query(library: Any, ask: Callable[[Any], Answer]) -> Answer | NvmlFailure:
 def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        return _sample_handle(nvml, handle, index, mig_instances=_sample_instances(nvml, handle, index))
+        name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
     except nvml.NVMLError as error:
         logger.warning("GPU %d is left out: NVML answers %s.", index, error)
         return None
-
-
-def _sample_handle(nvml: Any, handle: Any, index: int, **more: Any) -> DeviceSample:
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
     temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, 0)  # nvml.h, NVML_TEMPERATURE_GPU
@@ -181,27 +154,15 @@ def _sample_handle(nvml: Any, handle: Any, index: int, **more: Any) -> DeviceSam
     processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
     return DeviceSample(
         index=index,
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        uuid=str(nvml.nvmlDeviceGetUUID(handle)),
+        name=name,
+        uuid=uuid,
         total_memory_bytes=None if memory is None else int(memory.total),
         free_memory_bytes=None if memory is None else int(memory.free),
         utilization_pct=None if utilization is None else float(utilization.gpu),
         processes=tuple((process.pid, process.usedGpuMemory) for process in processes),
+        is_mig=(_ask(nvml, "nvmlDeviceGetMigMode", handle) or [0])[0] != 0,
         temperature_c=None if temperature is None else float(temperature),
         slowdowns=tuple(words for bit, words in _SLOWDOWNS.items() if slowed & bit),
-        **more,
-    )
-
-
-def _sample_instances(nvml: Any, parent: Any, index: int) -> tuple[DeviceSample, ...] | None:
-    """List a GPU's MIG instances: none created is an empty tuple, MIG mode off is None."""
-    mode = _ask(nvml, "nvmlDeviceGetMigMode", parent)
-    if mode is None or mode[0] == 0:
-        return None
-    slots = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
-    handles = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", parent, slot) for slot in slots]
-    return tuple(
-        _sample_handle(nvml, handle, index, instance=slot) for slot, handle in enumerate(handles) if handle is not None
     )
 
 

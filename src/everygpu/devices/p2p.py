@@ -54,14 +54,6 @@ class PairReport:
 UNTESTED = PairReport(verdict="untested")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a whole test: of pairs, by positions of source and target, and of NCCL's sum over all."""
-
-    pairs: Mapping[Pair, PairReport]
-    collective: PairReport = UNTESTED
-
-
 def trusted_peers(devices: Iterable[torch.device]) -> bool:
     """Tell whether copies among these devices arrive: after a boot all visible pairs are tested once, in seconds."""
     indices = {device.index for device in devices if device.type == "cuda"}
@@ -93,7 +85,7 @@ def _broken_pairs() -> frozenset[Pair]:
     if not any(torch.cuda.can_device_access_peer(*pair) for pair in everyone):
         return frozenset()  # the driver stages copies itself
     uuids = list_uuids()
-    reports = look_up(uuids) or examine_and_keep(uuids).pairs
+    reports = look_up(uuids) or examine_and_keep(uuids)
     # A pair that couldn't be tested is as good as before the test.
     broken = {pair: report for pair, report in reports.items() if report.verdict in ("wrong", "hangs")}
     if broken:
@@ -115,15 +107,15 @@ def list_uuids() -> list[str]:
     return [str(getattr(properties, "uuid", i)) for i, properties in enumerate(every)]
 
 
-def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
+def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> dict[Pair, PairReport]:
     """Run the test on the visible GPUs and remember what came of it."""
     logger.info("Testing copies between %d GPUs, once after a boot.", len(uuids))
     flags = ["--limit", "15", "--full"] if full else ["--limit", "4"]
     command = python_command(MODULE, str(len(uuids)), *flags)
     # Not short, for one that can't end itself: a slow disk on which torch lies is no broken GPU.
-    report = examine(command, child_environ(uuids, os.environ), len(uuids), limit_s=180.0 if full else 90.0)
-    keep(uuids, report.pairs)
-    return report
+    reports = examine(command, child_environ(uuids, os.environ), len(uuids), limit_s=180.0 if full else 90.0)
+    keep(uuids, reports)
+    return reports
 
 
 def child_environ(uuids: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -133,7 +125,9 @@ def child_environ(uuids: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in uuids)}
 
 
-def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int, limit_s: float) -> Outcome:
+def examine(
+    command: Sequence[str], environ: Mapping[str, str], num_devices: int, limit_s: float
+) -> dict[Pair, PairReport]:
     """Run the test in a process of its own, which ends by itself where a pair hangs."""
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
@@ -157,38 +151,32 @@ def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int
     return judge(output.decode(errors="replace"), ending, num_devices)
 
 
-def judge(output: str, ending: str, num_devices: int) -> Outcome:
+def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
     """Make reports of the last state that the test has written.
 
     Returns:
         A report for each ordered pair. Once a pair hangs, or ends the process, those after it count for no
         better: the GPUs are left alone.
     """
-    said: dict[str, Any] = {"ready": [], "now": None, "pairs": [], "collective": None}
+    said: dict[str, Any] = {"ready": [], "now": None, "pairs": []}
     for line in output.splitlines():
         with suppress(ValueError):  # others may write to the same stream
             state = json.loads(line)
             said = state if isinstance(state, dict) and "ready" in state else said
-    fault = PairReport(verdict="wrong", detail=f"the test ended with {ending}")
+    if not said["ready"]:
+        logger.info("Copies between GPUs are not tested: the test did not start (%s).", ending)
+    fault, now = PairReport(verdict="wrong", detail=f"the test ended with {ending}"), said["now"]
     if ending == HANGING or HANGING in output:
         fault = PairReport(verdict="hangs", detail="no answer")
-    now = said["now"]
-    rest = replace(fault, detail="not tried any more") if isinstance(now, list) else UNTESTED
+    rest = UNTESTED if now is None else replace(fault, detail="not tried any more")
     every = itertools.permutations(range(num_devices), 2)
     pairs = {pair: rest if set(pair) <= set(said["ready"]) else UNTESTED for pair in every}
-    pairs |= {(i, j): _report(*result) for i, j, *result in said["pairs"]}
-    if isinstance(now, list):
+    for i, j, wrong, speed in said["pairs"]:
+        right = PairReport(verdict="right", gigabytes_per_s=speed)
+        pairs[i, j] = right if wrong is None else PairReport(verdict="wrong", detail=wrong)
+    if now is not None:
         pairs[now[0], now[1]] = fault
-    if now is None and not said["ready"]:
-        logger.info("Copies between GPUs are not tested: the test did not start (%s).", ending)
-    collective = UNTESTED if said["collective"] is None else _report(*said["collective"])
-    return Outcome(pairs=pairs, collective=fault if now == "collective" else collective)
-
-
-def _report(wrong: str | None, gigabytes_per_s: float | None) -> PairReport:
-    if wrong is None:
-        return PairReport(verdict="right", gigabytes_per_s=gigabytes_per_s)
-    return PairReport(verdict="wrong", detail=wrong)
+    return pairs
 
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:

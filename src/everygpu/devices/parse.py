@@ -13,9 +13,6 @@ from everygpu.errors import DeviceError
 DeviceLike: TypeAlias = int | SupportsIndex | str | torch.device
 """A CUDA index, a name such as ``"cuda:1"`` or ``"cpu"``, or a ``torch.device``."""
 
-_OTHER_NAME = re.compile(r"(?:gpu|cuda|nvidia|hip|rocm)[\s:_-]*([0-9]*)", re.IGNORECASE)
-"""How GPUs are named elsewhere: ``"gpu:0"``, ``"GPU"``, ``"cuda0"``."""
-
 
 def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[torch.device]:
     """Turn device ids into the devices of the replicas, in the order given.
@@ -110,10 +107,7 @@ def _read(device: object) -> tuple[str, int | None]:
     # The machine is asked last: that starts the CUDA driver, and naming the CPU must not.
     if match and (match[1] in ("cpu", "cuda", "mps", "xpu", "meta") or match[1] == getattr(_accelerator(), "type", "")):
         return match[1], None if match[2] is None else int(match[2])
-    meant = _OTHER_NAME.fullmatch(device.strip())
-    kind = getattr(_accelerator(), "type", "cuda")
-    hint = f"Did you mean '{kind}{f':{int(meant[1])}' if meant[1] else ''}'? " if meant else ""
-    raise DeviceError(f"{device!r} is no device name; 'cuda:0' is one. {hint}This machine has {_inventory()}.")
+    raise DeviceError(f"{device!r} is no device name; 'cuda:0' is one. This machine has {_inventory()}.")
 
 
 def _why_no_cuda() -> str:

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.torch_private.cuda import has_nccl
-
 Transfer = Callable[[Tensor, Tensor], None]
 """Copies the second tensor, on one device, into the first, on another."""
 
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
     used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
     pairs: list[list[Any]] = []
-    state: dict[str, Any] = {"ready": list(patterns), "pairs": pairs, "collective": None}
+    state: dict[str, Any] = {"ready": list(patterns), "pairs": pairs}
 
     def say(now: Any = None) -> None:
         """Write what is known; from now on ``now`` has its limit."""
@@ -66,9 +64,6 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
             wrong = find_wrong(patterns[source], patterns[target], source, transfer)
             speed = _measure(used[source], used[target]) if is_full and wrong is None else None
             pairs.append([source, target, wrong, speed])
-    if is_full:
-        say(now="collective")
-        state["collective"] = [find_wrong_sum([used[i] for i in patterns]), None]
     say()
 
 
@@ -136,18 +131,6 @@ def _measure(source: torch.device, target: torch.device) -> float | None:
         marks[1].record()
     _wait_for(source, target)
     return round(_NUM_MEASURED * _MEASURED_BYTES / float(marks[0].elapsed_time(marks[1])) / 1e6, 1)
-
-
-def find_wrong_sum(devices: Sequence[torch.device]) -> str | None:
-    """Add up with NCCL over all devices; None when every one has the right sum, or there is no NCCL."""
-    if len(devices) < 2 or devices[0].type != "cuda" or not has_nccl():
-        return None
-    buffers = [torch.full((2**20,), float(i + 1), device=device) for i, device in enumerate(devices)]
-    torch.cuda.nccl.all_reduce(buffers)  # type: ignore[no-untyped-call]
-    _wait_for(*devices)
-    total = sum(range(1, len(devices) + 1))
-    wrong = [str(b.device) for b in buffers if not bool((b == total).all())]
-    return f"NCCL's sum on {', '.join(wrong)}" if wrong else None
 
 
 if __name__ == "__main__":

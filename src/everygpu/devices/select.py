@@ -1,8 +1,8 @@
 """Choose devices by free memory and load, or give the reason for each device that doesn't fit."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from everygpu.devices import reserve, visible
 from everygpu.devices.nvml import DeviceSample
@@ -11,8 +11,6 @@ from everygpu.units import format_size, parse_size
 
 if TYPE_CHECKING:
     import torch
-
-SortKey = Literal["free", "total", "index", "utilization"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +24,9 @@ class Demand:
     count: int | None = None
     min_count: int | None = None
     min_free_memory: int | str | None = None
-    min_total_memory: int | str | None = None
     max_utilization: float | None = None
     name: str | None = None
     exclude: Sequence[int | str] = ()
-    sort: SortKey = "free"
 
     def __post_init__(self) -> None:
         for option in ("count", "min_count"):
@@ -46,10 +42,7 @@ class Demand:
             raise OptionError(f"max_utilization={most!r} is no percentage. Pass 0 to 100: 25 for a quarter.")
         if isinstance(exclude, str) or not all(isinstance(entry, (int, str)) and entry != "" for entry in exclude):
             raise OptionError(f"exclude={exclude!r} is no list of indices and names. Pass for example [0, 'T400'].")
-        if self.sort not in _KEYS:
-            raise OptionError(f"sort={self.sort!r} is unknown. Pass one of {', '.join(_KEYS)}.")
-        for size in (self.min_free_memory, self.min_total_memory):
-            parse_size(size or 0)
+        parse_size(self.min_free_memory or 0)
 
     @property
     def num_required(self) -> int:
@@ -59,21 +52,7 @@ class Demand:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is asked for, so that the CPU will do."""
-        return self == Demand(sort=self.sort, exclude=self.exclude) and not self.exclude
-
-    @property
-    def lasting(self) -> "Demand":
-        """The part of it that a device doesn't come to meet by waiting."""
-        needed = [parse_size(size) for size in (self.min_total_memory, self.min_free_memory) if size is not None]
-        return replace(self, min_free_memory=None, max_utilization=None, min_total_memory=max(needed, default=None))
-
-
-_KEYS: Mapping[str, Callable[[DeviceSample], float]] = {
-    "free": lambda device: -1.0 if device.free_memory_bytes is None else -float(device.free_memory_bytes),
-    "total": lambda device: -1.0 if device.total_memory_bytes is None else -float(device.total_memory_bytes),
-    "index": lambda device: 0.0,  # a stable sort keeps the order given
-    "utilization": lambda device: 101.0 if device.utilization_pct is None else device.utilization_pct,
-}
+        return self == Demand(exclude=self.exclude) and not self.exclude
 
 
 def select_devices(
@@ -81,11 +60,9 @@ def select_devices(
     *,
     min_count: int | None = None,
     min_free_memory: int | str | None = None,
-    min_total_memory: int | str | None = None,
     max_utilization: float | None = None,
     name: str | None = None,
     exclude: Sequence[int | str] = (),
-    sort: SortKey = "free",
 ) -> "list[torch.device]":
     """Choose among the visible devices, the one with the most free memory first.
 
@@ -98,11 +75,9 @@ def select_devices(
         count: How many to take; None for every one that fits.
         min_count: The fewest that will do, if fewer than ``count``.
         min_free_memory: Bytes, or a size such as ``"8GiB"``, that must be free on each.
-        min_total_memory: Bytes, or a size, that each must have altogether.
         max_utilization: 0 to 100; busier devices are left out.
         name: A part of the name, such as ``"H100"``, in any case.
         exclude: Devices to leave out: indices as in nvidia-smi, parts of a name, or the beginning of a UUID.
-        sort: ``"free"``, ``"total"``, ``"index"`` or ``"utilization"``: which come first.
     Returns:
         Devices for ``device_ids``. ``[cpu]`` on a machine without an accelerator, if nothing was asked for.
     Raises:
@@ -115,11 +90,9 @@ def select_devices(
         count=count,
         min_count=min_count,
         min_free_memory=min_free_memory,
-        min_total_memory=min_total_memory,
         max_utilization=max_utilization,
         name=name,
         exclude=exclude,
-        sort=sort,
     )
     devices = visible.visible_devices()
     if not devices and demand.is_empty:
@@ -139,7 +112,7 @@ def choose(
     """Take the devices that meet a demand; asks neither torch nor the driver.
 
     Returns:
-        At most ``demand.count`` devices, sorted as it says; equals keep their order.
+        At most ``demand.count`` devices, the one with the most free memory first; equals keep their order.
     Raises:
         DeviceError: fewer than ``demand.num_required`` devices fit.
     """
@@ -153,7 +126,7 @@ def choose(
         raise DeviceError(
             f"{found}. Ask for fewer or for less, or wait. {use_cpu}\n{format_verdicts(devices, reasons)}"
         )
-    return sorted(fitting, key=_KEYS[demand.sort])[: demand.count]
+    return sorted(fitting, key=lambda device: -(device.free_memory_bytes or 0))[: demand.count]
 
 
 def refuse_held(devices: Sequence[DeviceSample], holders: Mapping[str, reserve.Holder]) -> dict[int, str]:
@@ -168,13 +141,9 @@ def find_fault(device: DeviceSample, demand: Demand) -> str | None:
     for entry in demand.exclude:
         if _is_meant(device, entry):
             return f"excluded by {entry!r}"
-    for what, has, size in (
-        ("total", device.total_memory_bytes, demand.min_total_memory),
-        ("free", device.free_memory_bytes, demand.min_free_memory),
-    ):
-        if size is not None and (has is None or has < parse_size(size)):
-            has_size = "unknown" if has is None else format_size(has)
-            return f"{what} memory {has_size}, below {format_size(parse_size(size))}"
+    has, size = device.free_memory_bytes, demand.min_free_memory
+    if size is not None and (has is None or has < parse_size(size)):
+        return f"free memory {'unknown' if has is None else format_size(has)}, below {format_size(parse_size(size))}"
     busy, most = device.utilization_pct, demand.max_utilization
     if most is not None and (busy is None or busy > most):
         return f"utilization {'unknown' if busy is None else f'{busy:g}%'}, above {most:g}%"

@@ -52,9 +52,7 @@ def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> Device
 
     properties = torch.cuda.get_device_properties(device)
     uuid = f"GPU-{properties.uuid}"
-    # torch gives the bare UUID, NVML puts GPU- or MIG- in front.
-    everything = [part for gpu in samples for part in (gpu, *(gpu.mig_instances or ()))]
-    sample = next((part for part in everything if (part.uuid or "")[4:].lower() == uuid[4:].lower()), None)
+    sample = next((sample for sample in samples if (sample.uuid or "").lower() == uuid.lower()), None)
     if sample is not None and sample.free_memory_bytes is not None:
         return replace(sample, device=device)
     # A GPU that shares the host's memory has no figures of its own: torch knows how much it may use.
@@ -86,46 +84,31 @@ def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
         Positions in ``uuids``, in the order in which CUDA numbers what is left.
     Source:
         CUDA programming guide, environment variables; where it is silent, what driver 580.159 does on
-        two H200s: an index ends at the first character that is no digit and wraps at 2**32, UUIDs
-        match in any case and may be followed, not preceded, by a space.
+        two H200s: an index ends at the first character that is no digit, UUIDs match in any case and may be
+        followed, not preceded, by a space.
     """
     if text is None:
         return list(range(len(uuids)))
-    by_uuid = text.startswith(("GPU-", "MIG-"))
     picked: list[int] = []
     for entry in text.split(","):
-        position = _match_uuid(entry.rstrip(), uuids) if by_uuid else _match_index(entry, len(uuids))
-        if position is None:
+        if text.startswith("GPU-"):
+            kind, rest = entry[:4], entry[4:].rstrip().lower()
+            matches = [i for i, u in enumerate(uuids) if u[:4] == kind and u[4:].lower().startswith(rest)]
+        else:
+            number = _LEADING_NUMBER.match(entry)
+            matches = [i for i in range(len(uuids)) if number is not None and i == int(number[1])]
+        if len(matches) != 1:
             break
-        if position in picked:
+        if matches[0] in picked:
             return []
-        picked.append(position)
+        picked += matches
     return picked
 
 
-def _match_index(entry: str, num_devices: int) -> int | None:
-    number = _LEADING_NUMBER.match(entry)
-    if number is None or int(number[1]) < 0:
-        return None
-    index = int(number[1]) % 2**32
-    return index if index < num_devices else None
-
-
-def _match_uuid(entry: str, uuids: Sequence[str]) -> int | None:
-    kind, rest = entry[:4], entry[4:].lower()
-    matches = [i for i, uuid in enumerate(uuids) if uuid[:4] == kind and uuid[4:].lower().startswith(rest)]
-    return matches[0] if len(matches) == 1 else None
-
-
 def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[DeviceSample]:
-    """Say which devices CUDA would use under an environment, in the order of its numbers, before torch is loaded.
+    """Say which GPUs CUDA would use under an environment, in the order of its numbers, before torch is loaded.
 
     Indices are read in PCI order; where CUDA's may differ, a log line says so.
-
-    Returns:
-        GPUs and MIG instances. A GPU in MIG mode stands for its first instance, and is left out while it has none.
-    Source:
-        ``pick_visible``; MIG user guide, "CUDA device enumeration".
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is not None and _LEADING_NUMBER.match(text) and not has_known_order(environ, devices):
@@ -134,10 +117,7 @@ def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample])
             "numbers the fastest first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to make both the same.",
             text,
         )
-    by_instance = text is not None and text.startswith("MIG-")
-    candidates = [part for gpu in devices for part in gpu.mig_instances or ()] if by_instance else devices
-    picked = [candidates[i] for i in pick_visible(text, [candidate.uuid or "" for candidate in candidates])]
-    return [part for gpu in picked for part in ((gpu,) if gpu.mig_instances is None else gpu.mig_instances[:1])]
+    return [devices[i] for i in pick_visible(text, [device.uuid or "" for device in devices])]
 
 
 def has_known_order(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> bool:
@@ -151,7 +131,7 @@ def predict_names(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -
     Returns:
         ``cuda:0`` and so on, in this order; ``cuda:?`` where the order is not known before CUDA is asked.
     """
-    by_uuid = environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
+    by_uuid = environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-")
     is_known = by_uuid or has_known_order(environ, devices)
     visible = resolve_environ(environ, devices)
     return {device.uuid or "": f"cuda:{i if is_known else '?'}" for i, device in enumerate(visible)}

@@ -84,8 +84,8 @@ class Meter:
         group, total = join(), Meter()
         total._number, total._num_rows = self._total(), self._num_rows
         if group is not None:
-            total._number, num_rows = group.sum_numbers([total._number, self._num_rows])
-            total._num_rows = int(num_rows)
+            numbers, counts = zip(*group.gather((total._number, self._num_rows)))
+            total._number, total._num_rows = sum(numbers), sum(counts)
         return total
 
     @property

@@ -37,7 +37,7 @@ from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, def
 from everygpu.parallel.transforms import check_transforms
 from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import join
-from everygpu.watchdog.watch import watch_as_told
+from everygpu.watchdog import watch_as_told
 
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 GATHER_RULES = ("sharded", "joined")

@@ -28,7 +28,7 @@ class FirstBatch:
         """Compare the ranks' first batches; all ranks call it with theirs, again for later ones, at no cost."""
         if self._is_known or not torch.is_grad_enabled():
             return
-        found = group.gather(batch_digest(batch) if _has_values(batch) else 0)
+        found = group.gather(batch_digest(batch))
         self._is_known = len(found) > 1  # not where each rank is by itself
         if self._is_known and len(set(found)) == 1 and found[0]:
             logger.warning(
@@ -41,13 +41,9 @@ class FirstBatch:
 
 
 def batch_digest(batch: Any) -> int:
-    """Tell batches apart by the first values of each tensor."""
+    """Tell batches apart by the first values of each tensor; 0 where there are none."""
     found = 0
-    for path, leaf in tree.leaves(batch, ""):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
-            found = zlib.crc32(repr((path, leaf.shape, leaf.flatten()[:_MOST_VALUES].tolist())).encode(), found)
+    for path, x in tree.leaves(batch, ""):
+        if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.numel():
+            found = zlib.crc32(repr((path, x.shape, x.flatten()[:_MOST_VALUES].tolist())).encode(), found)
     return found
-
-
-def _has_values(batch: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.numel() > 0 for _, leaf in tree.leaves(batch, ""))

@@ -96,18 +96,6 @@ class Group:
             dist.broadcast_object_list(found, src=self._first, group=self._control)
         return found[0]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        with self._communicating("barrier over ranks"):
-            dist.barrier(group=self._control)
-
-    def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Add numbers up over all ranks, each with its own place."""
-        total = torch.tensor(values, dtype=torch.float64, device="cpu")
-        with self._communicating("sum over ranks"):
-            dist.all_reduce(total, group=self._control)
-        return [float(v) for v in total]
-
     def begin_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin to find the largest values over all ranks, each at its place; return what waits for them."""
         largest = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -212,7 +200,11 @@ def join() -> Group | None:
         return None
     if not dist.is_initialized():
         try:
-            dist.init_process_group(_backend(), store=_open_store(), rank=membership.rank, world_size=membership.size)
+            # Unlike init_method="env://", it gives each try of torchrun keys of its own, where the store is that of its
+            # rendezvous: no addresses are left of processes before a restart.
+            store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+            own = dist.PrefixStore(f"everygpu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
+            dist.init_process_group(_backend(), store=own, rank=membership.rank, world_size=membership.size)
         except ValueError as error:
             raise RankError(
                 f"ranks: rank {membership.rank} of {membership.size} must find the others, got: {error} Start the "
@@ -220,17 +212,15 @@ def join() -> Group | None:
             ) from error
         # At exit, also in processes of multiprocessing, where ``atexit`` calls nothing.
         Finalize(None, _leave, exitpriority=0)
-    return _Joined.of_this_process().join(membership)
-
-
-def _open_store() -> Any:
-    """Open the store that the environment names, where no addresses are left of processes before a restart.
-
-    Source:
-        ``init_method="env://"``, which gives all tries of torchrun the same keys where the store is its rendezvous's.
-    """
-    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"everygpu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
+    joined, world = _Joined.of_this_process(), dist.group.WORLD
+    if joined.group is None or joined.world is not world:
+        # A user's group may be NCCL's alone.
+        control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
+        joined.group, joined.world = Group(membership, control), world
+        for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
+            logger.removeFilter(old)
+        logger.addFilter(OncePerRun(membership.rank))
+    return joined.group
 
 
 def joined() -> Group | None:
@@ -250,25 +240,13 @@ def _backend() -> str:
 class _Joined:
     """The group that this process has joined, and torch's that it was made of."""
 
-    def __init__(self) -> None:
-        self.group: Group | None = None
-        self._world: object = None
+    group: Group | None = None
+    world: object = None
 
     @staticmethod
     @functools.cache
     def of_this_process() -> "_Joined":
         return _Joined()
-
-    def join(self, membership: Membership) -> Group:
-        world = dist.group.WORLD
-        if self.group is None or self._world is not world:
-            # A user's group may be NCCL's alone.
-            control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
-            self.group, self._world = Group(membership, control), world
-            for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
-                logger.removeFilter(old)
-            logger.addFilter(OncePerRun(membership.rank))
-        return self.group
 
 
 def _leave() -> None:

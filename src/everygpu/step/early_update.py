@@ -53,16 +53,22 @@ def fits(flat_params: FlatParameters, shards: Shards) -> bool:
 class EarlyUpdate(ABC):
     """An update that is recorded with the backward. A recording's memory stays where it is: so do gradients.
 
-    The optimizers are prepared for the parameters that will probably get one. ``checks`` leaves out what isn't finite.
+    The optimizers are prepared for parameters that are ``expected`` to get one; a bucket waits for those of its own.
+    ``beside`` updates each bucket beside what is left of the backward; ``checks`` leaves out what isn't finite.
     """
 
-    def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
+    def __init__(
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+    ) -> None:
         self._flat_params = flat_params
         self._shards = shards
+        self._expected = expected
+        self._is_beside = beside
         self._checks = checks
         self._devices = flat_params.devices
         self._plans = flat_params.plans
         self._touched: set[int] = set()
+        self._marks = ReadyEvents(self._devices)
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
         self.status = torch.zeros((), dtype=torch.float32, device=self._devices[0])
         """Of the last update; see ``FiniteCheck``."""
@@ -102,12 +108,31 @@ class EarlyUpdate(ABC):
         """After the recording: do what was no part of it, and let go of gradients."""
 
     def _watch(self) -> list[RemovableHandle]:
-        """Register hooks for a backward."""
-        return []
+        handles = []
+        for b, plan in enumerate(self._plans):
+            for replica, tensors in enumerate(self._replicas()):
+                members = {slot.index: tensors[slot.index] for slot in plan.slots}
+                # An event is noted anew at each gradient that comes once all expected ones are there.
+                note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
+                handles += [self._on_accumulation(t, note) for t in members.values()]
+        return handles
+
+    def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+        def complete(t: Tensor) -> None:
+            if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
+                increment_version(t)
+            note(t)
+
+        return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]
 
     @abstractmethod
     def _take_grads(self) -> None:
         """Keep all gradients."""
+
+    def _used(self) -> list[int]:
+        """List the buckets with gradients."""
+        plans = enumerate(self._plans)
+        return [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
 
     def _step(self, norm: Tensor | None, clip_norm: float | None) -> None:
         """Step on gradients of which all are known, if the status says so; their norm is on the first device."""
@@ -134,13 +159,22 @@ class EarlyUpdate(ABC):
 
 
 class UpdateInPlace(EarlyUpdate):
-    """Steps on one device, after backward, as a plain loop does: on all parameters and their own gradients at once."""
+    """Steps on one device as a plain loop does: on the parameters and their own gradients."""
 
-    def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
-        super().__init__(flat_params, shards, checks=checks)
+    def __init__(
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+    ) -> None:
+        super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
         self._grads: dict[int, Tensor] = {}
+        self._found_inf = torch.zeros(len(self._plans), dtype=torch.float32, device=self._devices[0])
+        """For each bucket, 1 where it is not updated."""
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
+        if self._is_beside:
+            self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used()})
+            if self._checks:
+                self.status.add_(self._found_inf.amax(), alpha=PARTLY - MADE)
+            return None
         needs_norm = self._checks or clip_norm is not None
         norm = norm_of(list(self._grads.values())).float() if needs_norm and self._grads else None
         self._step(norm, clip_norm)
@@ -150,12 +184,21 @@ class UpdateInPlace(EarlyUpdate):
         self._grads = {}
 
     def _take_grads(self) -> None:
-        for plan in self._plans:
+        for b, plan in enumerate(self._plans):
             for slot in plan.slots:
                 if slot.index in self._touched:
                     grad = self._flat_params.params[slot.index].grad
                     laid = lay_out(grad, slot, plan.dtype, self._devices[0])
                     self._grads[slot.index] = laid.as_strided((slot.numel,), (1,))
+                    if laid is not grad:
+                        self._marks.forget(b, 0)
+
+    def _update(self, b: int) -> None:
+        grads = [self._grads[slot.index] for slot in self._plans[b].slots if slot.index in self._touched]
+        found = self._found_inf[b]
+        if self._checks:
+            torch.ne(torch.add(self.status, norm_of(grads), alpha=0), MADE, out=found)
+        self._shards.step(self._touched, [found] if self._checks else None, bucket=b, grads=self._grads)
 
     def _own_grads(self) -> dict[int, Tensor]:
         return self._grads
@@ -166,17 +209,14 @@ class UpdateByChunks(EarlyUpdate):
 
     One kernel adds each device's part of the gradients up, torch's fused kernels update it, and another kernel sends it
     to the other devices. Beside backward that is done with each bucket, or it is only added up, where the update has to
-    know all gradients. A bucket waits for the parameters of its own that are ``expected`` to get one.
+    know all gradients.
     """
 
     def __init__(
         self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
     ) -> None:
-        super().__init__(flat_params, shards, checks=checks)
-        self._expected = expected
-        self._is_beside = beside
+        super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
         devices, plans = self._devices, self._plans
-        self._marks = ReadyEvents(devices)
         comm.connect(devices)
         self._found_inf = [torch.zeros(len(plans), dtype=torch.float32, device=d) for d in devices]
         """For each device and bucket, 1 where it is not updated."""
@@ -203,8 +243,7 @@ class UpdateByChunks(EarlyUpdate):
         self._marks.mark(_LOSS)
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        plans = enumerate(self._plans)
-        used = [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
+        used = self._used()
         work = self._update if self._is_beside else self._reduce
         works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in used}
         if self._checks and self._is_beside:
@@ -226,24 +265,6 @@ class UpdateByChunks(EarlyUpdate):
             sources.write()
             for rank, row in enumerate(lengths):
                 row.copy_(block_lengths(plan, rank, self._touched))
-
-    def _watch(self) -> list[RemovableHandle]:
-        handles = []
-        for b, plan in enumerate(self._plans):
-            for replica, tensors in enumerate(self._replicas()):
-                members = {slot.index: tensors[slot.index] for slot in plan.slots}
-                # An event is noted anew at each gradient that comes once all expected ones are there.
-                note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
-                handles += [self._on_accumulation(t, note) for t in members.values()]
-        return handles
-
-    def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
-        def complete(t: Tensor) -> None:
-            if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
-                increment_version(t)
-            note(t)
-
-        return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]
 
     def _take_grads(self) -> None:
         """Keep all gradients; zeros for those of parameters that only other replicas have one of."""

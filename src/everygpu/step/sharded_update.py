@@ -227,9 +227,8 @@ class ShardedUpdate:
             return None
         # A step that is left out: what it makes and loads isn't to be made and loaded while recording.
         shards.step(self._touched, [torch.ones((), dtype=torch.float32, device=d) for d in shards.devices])
-        if len(shards.devices) == 1:
-            return UpdateInPlace(self.flat_params, shards, checks=checks)
-        return UpdateByChunks(self.flat_params, shards, self._touched, beside=beside, checks=checks)
+        kind = UpdateInPlace if len(shards.devices) == 1 else UpdateByChunks
+        return kind(self.flat_params, shards, self._touched, beside=beside, checks=checks)
 
     def prepare_update(self) -> None:
         """Have an update that is recorded take the learning rates of now."""

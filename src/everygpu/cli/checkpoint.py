@@ -1,4 +1,4 @@
-"""``everygpu checkpoint show``: a checkpoint's content, as a tree of modules or as JSON."""
+"""``everygpu checkpoint``: look at checkpoints of any format, check and convert them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,6 +10,7 @@ import click
 from rich.tree import Tree
 
 from everygpu.cli.output import UserPath, harmless, make_console, plain
+from everygpu.cli.progress_bar import show_bar
 from everygpu.units import format_size
 
 if TYPE_CHECKING:  # the help doesn't wait for torch
@@ -18,20 +19,20 @@ if TYPE_CHECKING:  # the help doesn't wait for torch
     from everygpu.checkpoint.parts import Contents
 
 _MAX_TEXT = 60
+_INVALID = 4
 
 
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """A module: what is in it and in the modules inside."""
+@click.group("checkpoint")
+def checkpoint() -> None:
+    """Show, verify and convert checkpoints.
 
-    children: dict[str, "Node"] = field(default_factory=dict)
-    tensors: "dict[str, Tensor]" = field(default_factory=dict)
-    num_tensors: int = 0
-    num_values: int = 0
-    size_bytes: int = 0
+    A checkpoint is a directory of everygpu.save, a file of torch.save, a safetensors file, an index of
+    shards, or a directory of torch.distributed.checkpoint, Transformers or Accelerate. Nothing in them is
+    executed.
+    """
 
 
-@click.command("show")
+@checkpoint.command("show")
 @click.argument("path", type=UserPath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, every tensor.")
 @click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Show modules down to this depth only.")
@@ -50,6 +51,78 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
     tensors = tensors_of(contents)
     if tensors:
         console.print(build_tree(grow(tensors), path.name, depth))
+
+
+@checkpoint.command("verify", short_help="Check a checkpoint against its SHA256SUMS, or that it can be read.")
+@click.argument("path", type=UserPath(path_type=Path))
+@click.pass_context
+def verify_checkpoint(context: click.Context, path: Path) -> None:
+    """Check a checkpoint against its SHA256SUMS, or that it can be read.
+
+    Exits with 4 when something is wrong with it.
+    """
+    from everygpu.checkpoint.verify import examine, total_bytes  # not for the help
+
+    with show_bar(f"verifying {path.name}", total_bytes(path)) as count:
+        report = examine(path, count)
+    console = make_console(10_000)
+    for fault in report.faults:
+        console.print(plain(fault))
+    if report.faults:
+        console.print(plain(f"{path}: invalid"))
+        context.exit(_INVALID)
+    files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
+    console.print(
+        f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)}; {report.means})"
+    )
+
+
+@checkpoint.command("convert", short_help="Write the model in SRC to DST, as safetensors or .pt.")
+@click.argument("source", metavar="SRC", type=UserPath(path_type=Path))
+@click.argument("destination", metavar="DST", type=UserPath(path_type=Path))
+@click.option("--section", metavar="NAME", help="The state dict to take, where the source has several.")
+@click.option("--strip-prefix", default="", metavar="TEXT", help="Take this off names that begin with it.")
+@click.option(
+    "--dtype", type=click.Choice(["float64", "float32", "float16", "bfloat16"]), help="Cast floating-point tensors."
+)
+@click.option("--overwrite", is_flag=True, help="Replace a file of weights at DST.")
+def convert_checkpoint(
+    source: Path, destination: Path, section: str | None, strip_prefix: str, dtype: str | None, overwrite: bool
+) -> None:
+    """Write the model in SRC to DST, whose name ends with .pt, .pth, .ckpt, .bin or .safetensors.
+
+    What is at DST is replaced when the new file is complete.
+    """
+    import torch  # not for the help
+
+    from everygpu.checkpoint.convert import convert
+
+    with show_bar(f"converting {source.name}"):
+        outcome = convert(
+            source,
+            destination,
+            section=section,
+            strip_prefix=strip_prefix,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            overwrite=overwrite,
+        )
+    console = make_console(10_000)
+    console.print(plain(f"{destination}: {outcome.num_tensors} tensors ({outcome.format})"))
+    if outcome.left_out:
+        console.print(plain(f"left out: {', '.join(outcome.left_out)}"))
+    for note in outcome.notes:
+        console.print(plain(f"note: {note}"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A module: what is in it and in the modules inside."""
+
+    children: dict[str, "Node"] = field(default_factory=dict)
+    tensors: "dict[str, Tensor]" = field(default_factory=dict)
+    num_tensors: int = 0
+    num_values: int = 0
+    size_bytes: int = 0
 
 
 def tensors_of(contents: "Contents") -> "dict[str, Tensor]":
