@@ -382,13 +382,7 @@ class Choosing(Net):
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "numpy-legacy", "torch"])
 def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
-    used = recording(1)
-    found = []
-    for capture in (False, "auto"):
-        net = Choosing(kind).to(used[0])
-        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
-        found.append(torch.stack([step(X, Y) for _ in range(12)]))
-    assert found[1].tolist() == pytest.approx(found[0].tolist(), rel=1e-4)
+    check(recording, train_on, make=lambda: Choosing(kind), count=1, num=0)
 
 
 def test_a_recording_makes_no_states(recording: Devices) -> None:
