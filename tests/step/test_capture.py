@@ -271,25 +271,6 @@ def test_a_rate_that_becomes_a_tensor_is_read_at_every_step(recording: Devices, 
     assert losses[20:] == pytest.approx(losses[:20], rel=1e-3, abs=1e-4)
 
 
-def test_a_step_without_any_parameter(recording: Devices) -> None:
-    used = recording(2)
-    net = Net().to(used[0])
-    optimizer = OPTIMIZERS["AdamW"](net.parameters())
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(net, used), lambda out, x, y: F.cross_entropy(out, y) + x.sum(), optimizer
-    )
-    data = batches(6, used[0])
-    for x, y in data:
-        step(x, x, y)
-    before = copy.deepcopy(net.state_dict())
-    step.loss = lambda out, x, y: (x * 2).sum() + out.detach().sum()
-    x = data[0][0].requires_grad_()
-    for _ in range(2):
-        step(x, x, data[0][1])
-    for name, p in net.named_parameters():
-        assert p.equal(before[name]), name
-
-
 class Branching(Net):
     """Of small batches it uses only a part of itself."""
 

@@ -78,28 +78,24 @@ def test_setting_is_carried_and_put_back(setting, look, inside, outside):
 
 
 def test_grad_within_inference_mode():
-    with torch.inference_mode(), torch.enable_grad():
-        state = ThreadState([torch.device("cpu")])
-    seen = call_in_thread(
-        lambda: state.run(
-            state.snapshot(),
-            torch.device("cpu"),
+    with torch.inference_mode():
+        seen, _ = carry(
+            [torch.device("cpu")],
+            torch.enable_grad(),
             lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
         )
-    )
     assert seen == (True, True)
 
 
 def test_every_autocast_type_at_once(devices):
     used = devices(2)
     kind = used[0].type
-    with torch.autocast("cpu", torch.float16), torch.autocast(kind, torch.bfloat16):
-        state = ThreadState(used)
-    seen = call_in_thread(
-        lambda: state.run(
-            state.snapshot(), used[1], lambda: (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype(kind))
-        )
-    )
+
+    def look():
+        return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype(kind)
+
+    with torch.autocast("cpu", torch.float16):
+        seen, _ = carry(used, torch.autocast(kind, torch.bfloat16), look)
     assert seen == (torch.bfloat16 if kind == "cpu" else torch.float16, torch.bfloat16)
 
 
@@ -159,17 +155,15 @@ def test_one_thread_at_a_time_unpacks_saved_tensors():
 
 def test_context_variables_are_carried_one_way():
     token = variable.set("mine")
+    seen = []
+
+    def change():
+        seen.append(variable.get())
+        variable.set("theirs")
+
     try:
-        state = ThreadState([torch.device("cpu")])
-        context = state.snapshot()
-
-        def change():
-            seen = variable.get()
-            variable.set("theirs")
-            return seen
-
-        seen, later = call_in_thread(lambda: (state.run(context, torch.device("cpu"), change), variable.get()))
-        assert (seen, later) == ("mine", "unset")
+        carry([torch.device("cpu")], contextlib.nullcontext(), change)
+        assert seen == ["mine", "unset"]
         assert variable.get() == "mine"
     finally:
         variable.reset(token)
