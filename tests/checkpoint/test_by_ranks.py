@@ -141,7 +141,7 @@ def faults(folder):
             everygpu.save(folder / "whole", model=model)
     assert not (folder / "whole").exists()
     everygpu.save(folder / "whole", model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointContentError, match="is shared out"):
+    with pytest.raises(CheckpointContentError, match="is shared out over ranks"):
         everygpu.save(folder / "state", ema=model.state_dict())
     by_ranks.MEET_S = 0.2
     if rank == 0:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from everygpu.checkpoint.format import SHARD_BYTES, files_of, write_document, write_tensors
-from everygpu.errors import CheckpointError, RankError
+from everygpu.checkpoint.background import Taken
+from everygpu.checkpoint.format import SHARD_BYTES, files_of, write_document, write_files, write_tensors
+from everygpu.errors import CheckpointContentError, CheckpointError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, part_like, whole_of
 from everygpu.ranks.group import Group, join
 
 if TYPE_CHECKING:
-    from everygpu.checkpoint.save import OneWriter, Taken
+    from everygpu.checkpoint.save import OneWriter
 
 Files = Mapping[str, Mapping[str, Tensor]]
 MEET_S = 600.0
@@ -79,7 +80,24 @@ class Dealt:
             raise
 
 
-def deal(taken: "Taken", key: str) -> Dealt:
+def write_taken(directory: Path, taken: Taken | Dealt, document: Mapping[str, Any]) -> None:
+    """Write the files of a checkpoint to an empty directory.
+
+    Raises:
+        CheckpointContentError: something is shared out, and nothing said so before all ranks took part.
+    """
+    if isinstance(taken, Dealt):
+        taken.write(directory, document)
+        return
+    spread = next((n for tensors in taken.tensors.values() for n, t in tensors.items() if is_shard(t)), None)
+    if spread is not None:
+        raise CheckpointContentError(
+            f"save: {spread} is shared out over ranks. Pass the model or the optimizer that it is of, too: model=model."
+        )
+    write_files(directory, taken.tensors, document)
+
+
+def deal(taken: Taken, key: str) -> Dealt:
     """Put tensors together one at a time, each in the memory of the rank that writes it; all ranks call it.
 
     Raises:

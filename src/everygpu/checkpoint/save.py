@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ import torch
 from torch import Tensor
 
 from everygpu import errors
-from everygpu.checkpoint.background import Background
-from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_together
+from everygpu.checkpoint.background import Background, Taken
+from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_taken, write_together
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
-from everygpu.checkpoint.format import MODEL, TRAINING, write_files
+from everygpu.checkpoint.format import MODEL, TRAINING
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import check_parts, encode_parts
-from everygpu.checkpoint.values import Json, encode
+from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError
-from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
@@ -34,25 +32,6 @@ BEGIN_S = 600.0
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """The state of a run, taken apart into what goes into each file."""
-
-    document: dict[str, Json] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Tensor]]
-    """By `MODEL` and `TRAINING`, and by name: the run's own tensors, not copies."""
-
-    def write(self, directory: Path, document: Mapping[str, Any]) -> None:
-        """Write the files of a checkpoint to an empty directory."""
-        spread = next((n for tensors in self.tensors.values() for n, t in tensors.items() if is_shard(t)), None)
-        if spread is not None:
-            raise CheckpointContentError(
-                f"save: {spread} is shared out over ranks, and no model or optimizer that is was passed along. Pass "
-                f"model=model, too."
-            )
-        write_files(directory, self.tensors, document)
 
 
 def save(
@@ -153,7 +132,7 @@ def write_checkpoint(path: Path, taken: Taken | Dealt, run: Mapping[str, Any] | 
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager
     with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
-        taken.write(directory, document)
+        write_taken(directory, taken, document)
     return path
 
 

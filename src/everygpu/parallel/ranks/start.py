@@ -31,11 +31,7 @@ def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
 
 
 def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
-    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own.
-
-    Raises:
-        DeviceError: on every rank; the message names the ranks.
-    """
+    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own."""
     mine = [str(torch.cuda.get_device_properties(d).uuid) for d in devices if d.type == "cuda"]
     if not group.uses_nccl or may_share_gpus():
         mine = []
