@@ -65,6 +65,9 @@ class ShardedRankModel(RankModel):
             reshard(self._module)
         return output
 
+    def _later_weight(self, weight: float | Tensor) -> float | Tensor:
+        return 1.0  # as backward begins with gradients that are weighed
+
     def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
         """Return what makes gradients of an output come multiplied by this rank's weight over the mean of all."""
         wait = self.group.begin_list(float("nan") if isinstance(weight, Tensor) else weight)
