@@ -13,7 +13,16 @@ import everygpu
 from everygpu.errors import CallError, CopyError, ModuleError, OptimizerError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
 from everygpu.ranks.group import join
-from tests.parallel.fully_sharded.training import VOCABULARY, Net, batch, whole_state
+from tests.parallel.fully_sharded.training import (
+    VOCABULARY,
+    Case,
+    Net,
+    batch,
+    step_on_ranks,
+    train_alone,
+    train_on_ranks,
+    whole_state,
+)
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -241,6 +250,28 @@ def check_all():
         except BaseException:
             found[check.__name__] = traceback.format_exc()
     return found
+
+
+def train_and_save_alone(folder):
+    """The script of many GPUs runs on one, and saves what any other loads."""
+    case = Case(clip=0.1)
+    losses, state = train_on_ranks(case, 0, 1)
+    steps, _ = step_on_ranks(case, 0, 1)
+    torch.manual_seed(1)
+    model = share(Net())
+    everygpu.save(folder / "alone", model=model)
+    net = Net()
+    everygpu.load(folder / "alone", model=net)
+    everygpu.load(folder / "alone", model=model)
+    torch.testing.assert_close(whole_state(model), dict(net.state_dict()), rtol=0, atol=0)
+    expected, end = train_alone(case, 1)
+    torch.testing.assert_close(state, dict(end))
+    torch.testing.assert_close(torch.tensor([losses, steps]), torch.tensor([expected] * 2))
+    return True
+
+
+def test_one_rank_is_a_rank(tmp_path):
+    assert run_ranks(train_and_save_alone, tmp_path, size=1, folder=tmp_path) == [True]
 
 
 def test_traps(tmp_path):
