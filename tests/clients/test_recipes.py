@@ -4,7 +4,6 @@ Sections without a library run in ``make test``, too.
 """
 
 import importlib
-import types
 
 import pytest
 import torch
@@ -61,16 +60,6 @@ def trainer(names, monkeypatch):
     }
 
 
-def own_loop(names, monkeypatch):
-    tokens = torch.randint(2, 32, (4, 6))
-    return {
-        "model": gpt(pytest.importorskip("transformers")),
-        "batch": {"input_ids": tokens, "labels": tokens},
-        "tokens": tokens,
-        "tokenizer": types.SimpleNamespace(pad_token_id=0),
-    }
-
-
 def with_lightning(names, monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it
     return {"lightning": pytest.importorskip("lightning")}
@@ -114,7 +103,6 @@ def with_timm(names, monkeypatch):
 
 GIVEN = {
     "transformers: Trainer": trainer,
-    "transformers: a loop of your own": own_loop,
     "Lightning": with_lightning,
     "Accelerate": with_accelerate,
     "torchmetrics, NumPy, scikit-learn": metrics,
