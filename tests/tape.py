@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 import everygpu.comm
 from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.cuda_graphs.host_rng import draw_idly
-from everygpu.parallel.cuda_graphs.transfer.backends import fits_kernels
 from everygpu.parallel.engines.thread_state import ThreadState
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.sharded.batch import ShardedBatch
@@ -283,7 +282,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     """Have ``TrainStep`` and ``DataParallel`` record work of CPU replicas.
 
     Args:
-        fused: Have them use kernels, also while backward goes on.
+        fused: Have updates recorded, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step.can_capture", lambda model, capture: capture is not False)
     monkeypatch.setattr("everygpu.parallel.engines.recorded.reach_each_other", lambda devices: True)
@@ -298,13 +297,12 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     monkeypatch.setattr("everygpu.step.recordable_step.innermost", lambda stack: innermost(above(stack)))
     # oneDNN's LSTM returns what its backward needs only while gradients are recorded.
     monkeypatch.setattr("torch.backends.mkldnn.enabled", False)
-    queue = _install_streams(monkeypatch)
+    kernels = torch_kernels.Kernels(_install_streams(monkeypatch))
+    monkeypatch.setattr(everygpu.comm, "kernels", kernels, raising=False)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.has_kernels", lambda devices: True)
     if fused:
-        kernels = torch_kernels.Kernels(queue)
         monkeypatch.setattr(shards, "can_fuse", _can_fuse)
         monkeypatch.setattr(sharded_update, "can_update_early", early_update.fits)
-        monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.param_group.can_use_kernels", fits_kernels)
-        monkeypatch.setattr(everygpu.comm, "kernels", kernels, raising=False)
 
 
 def _can_fuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> bool:
@@ -313,16 +311,12 @@ def _can_fuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> boo
     return is_right and shards.has_fused(optimizer, params)
 
 
-def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool, switch: str) -> None:
-    """Have work recorded on GPUs, or acted out for CPU replicas, by kernels or without them.
-
-    Args:
-        switch: The function that tells whether kernels serve on GPUs.
-    """
+def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
+    """Have work recorded on GPUs, or acted out for CPU replicas, with updates by fused kernels or without."""
     if used[0].type == "cpu":
         install(monkeypatch, fused=fused)
     elif not fused:
-        monkeypatch.setattr(switch, lambda *_: False)
+        monkeypatch.setattr(shards, "can_fuse", lambda *_: False)
 
 
 def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
@@ -353,8 +347,7 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     for module in (
         "comm.streams",
         "parallel.engines.thread_state",
-        "parallel.cuda_graphs.transfer.backends",
-        "step.early_update",
+        "parallel.cuda_graphs.transfer",
         "step.shards",
     ):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)

@@ -14,14 +14,15 @@ def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([t.data_ptr() for t in tensors])
 
 
-def check(num_sources: int, bad: float | None, dtype: torch.dtype, *, is_whole: bool) -> None:
+def check(num_sources: int, bad: float | None, dtype: torch.dtype, *, is_whole: bool, is_shut: bool) -> None:
     torch.manual_seed(0)
     blocks = [[torch.randn(BLOCK).to(dtype) for _ in LENGTHS] for _ in range(num_sources)]
     blocks[0][1].fill_(float("nan"))  # of length 0: not looked at
     if bad is not None:
         blocks[-1][3][5] = bad
     flat = torch.full((BLOCK * len(LENGTHS),), 7, dtype=dtype)
-    squares, status, found = torch.zeros(len(LENGTHS)), torch.zeros(num_sources + 1), torch.zeros(3)
+    squares, status, found = torch.zeros(len(LENGTHS)), torch.zeros(()), torch.zeros(3)
+    found[1] = float(is_shut)
     kernels.run_add(
         torch.stack([addresses(row) for row in blocks]),
         torch.tensor(LENGTHS, dtype=torch.int32),
@@ -32,8 +33,9 @@ def check(num_sources: int, bad: float | None, dtype: torch.dtype, *, is_whole: 
         index=1,
         rank=0,
         squares=squares if is_whole else None,
-        status=addresses([status]),
+        status=None if is_whole else addresses([status]),
         found=None if is_whole else found,
+        mark=3.0,
     )
     for k, (length, part) in enumerate(zip(LENGTHS, flat.split(BLOCK))):
         expected = sum(row[k][:length].float() for row in blocks)
@@ -41,15 +43,16 @@ def check(num_sources: int, bad: float | None, dtype: torch.dtype, *, is_whole: 
         assert part[length:].eq(7).all()
         if is_whole:
             torch.testing.assert_close(squares[k], torch.as_tensor(expected).square().sum(), equal_nan=True)
-    assert status.tolist() == [0.0] * (num_sources - 1) + [float(bad is not None), 0.0]
-    assert found.tolist() == [0.0, float(bad is not None and not is_whole), 0.0]
+    is_found = bad is not None and not is_whole
+    assert status.item() == 3.0 * (is_found and not is_shut)
+    assert found.tolist() == [0.0, float(is_found or is_shut), 0.0]
 
 
 if __name__ == "__main__":
     kernels.num_programs = lambda num_blocks, device, num_away: 2  # type: ignore[assignment] # several blocks for each
     cases = itertools.product(
-        (1, 2, 3), (None, float("nan"), float("inf")), (torch.float32, torch.float16), (True, False)
+        (1, 2, 3), (None, float("nan"), float("inf")), (torch.float32, torch.float16), (True, False), (True, False)
     )
-    for num_sources, bad, dtype, is_whole in cases:
-        check(num_sources, bad, dtype, is_whole=is_whole)
+    for num_sources, bad, dtype, is_whole, is_shut in cases:
+        check(num_sources, bad, dtype, is_whole=is_whole, is_shut=is_shut)
         print("as torch")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import synchronize_streams
-from everygpu.parallel.cuda_graphs.transfer.backends import DTYPES
+from everygpu.parallel.cuda_graphs.transfer import DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +97,7 @@ def test_sums_are_looked_at(used: list[torch.device], num_sources: int, bad: flo
     if bad is not None:
         blocks[-1][2][99] = bad
     flat = torch.zeros(BLOCK * len(LENGTHS), device=used[0])
-    status, found = torch.zeros(len(sources), device=used[0]), torch.zeros(2, device=used[0])
+    status, found = torch.zeros((), device=used[0]), torch.zeros(2, device=used[0])
     squares = torch.zeros(len(LENGTHS), device=used[0])
     synchronize_streams(used)
     kernels.run_add(
@@ -112,9 +112,10 @@ def test_sums_are_looked_at(used: list[torch.device], num_sources: int, bad: flo
         squares=squares,
         status=addresses([status], used[0]),
         found=found,
+        mark=3.0,
     )
     synchronize_streams(used)
     expected = [float(part[:n].square().sum()) for n, part in zip(LENGTHS, flat.split(BLOCK))]
     torch.testing.assert_close(squares.tolist(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert status.tolist() == [0.0] * (len(sources) - 1) + [float(bad is not None)]
+    assert status.item() == 3.0 * (bad is not None)
     assert found.tolist() == [float(bad is not None), 0.0]

@@ -336,7 +336,7 @@ class TestRecorded:
     @pytest.fixture(params=["fused", "unfused"])
     def used(self, request, devices, monkeypatch):
         found = devices(2)
-        tape.prepare(found, monkeypatch, fused=request.param == "fused", switch="everygpu.step.shards.can_fuse")
+        tape.prepare(found, monkeypatch, fused=request.param == "fused")
         return found
 
     @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
@@ -354,8 +354,7 @@ class TestRecorded:
             state.pop("2.num_batches_tracked")
         assert_same(after, before)
         assert step.stats().num_skipped == 1
-        (message,) = warnings_of(caplog)
-        assert "(replica 1)" in message
+        assert len(warnings_of(caplog)) == 1
         for _ in range(4):
             step(*batch())
         assert step.stats().engine == "graphs"

@@ -128,7 +128,7 @@ def test_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pytest.
 
 def test_a_recorded_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is a recording, and in its launches: acted out on the CPU."""
-    tape.prepare([torch.device("cpu")], monkeypatch, fused=True, switch="everygpu.step.shards.can_fuse")
+    tape.prepare([torch.device("cpu")], monkeypatch, fused=True)
     run = Run("TrainStep", net=RecordableNet)
     for i in range(14):
         if i in (0, 1):

@@ -14,7 +14,7 @@ Devices = Callable[[int], list[torch.device]]
 def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     """``devices`` that steps are recorded on: GPUs, or CPU replicas, where CUDA graphs are acted out."""
     used = devices(2)
-    tape.prepare(used, monkeypatch, fused=request.param == "fused", switch="everygpu.step.shards.can_fuse")
+    tape.prepare(used, monkeypatch, fused=request.param == "fused")
     if used[0].type == "cpu":
         yield devices
         return

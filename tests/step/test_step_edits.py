@@ -11,15 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import everygpu
-from tests.step.test_train_step import (
-    OPTIMIZERS,
-    Devices,
-    Net,
-    assert_close,
-    assert_replicas_bit_equal,
-    batches,
-    train_plainly,
-)
+from tests.step.test_train_step import Devices, Net, Pair, assert_close, assert_replicas_bit_equal, train_plainly
 
 EDITS: dict[str, Callable[[Net], Any]] = {
     "in place": lambda net: net.first.weight.detach().mul_(0.5),
@@ -45,87 +37,68 @@ def test_edits_between_steps_are_seen_by_every_replica(devices: Devices, edit: s
     used = devices(3)
     if used[0].type == "cuda" and edit.endswith("data in place"):
         pytest.skip("needs step.refresh() on GPUs; tested below")
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
-    )
-    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
-    for x, y in data:
-        got = step(x, y).item()
-        (expected,), _ = train_plainly(plain, optimizer, [(x, y)])
-        assert got == pytest.approx(expected, rel=1e-5)
+    pair = Pair(used)
+    for batch in pair.data(8):
+        pair.train([batch])
         with torch.no_grad():
-            EDITS[edit](ours)
-            EDITS[edit](plain)
-    assert_close(ours, plain)
+            EDITS[edit](pair.ours)
+            EDITS[edit](pair.plain)
+    assert_close(pair.ours, pair.plain)
 
 
 def test_weights_swapped_for_averages_come_back(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
-    )
-    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
-    averages = [{name: p.data.clone() for name, p in net.named_parameters()} for net in (ours, plain)]
-    for x, y in data:
-        step(x, y)
-        train_plainly(plain, optimizer, [(x, y)])
-        kept = []
-        for net, average in zip((ours, plain), averages):
-            kept.append({name: p.data for name, p in net.named_parameters()})
+    pair = Pair(devices(2))
+    nets = pair.ours, pair.plain
+    averages = [{name: p.data.clone() for name, p in net.named_parameters()} for net in nets]
+    for x, y in pair.data(6):
+        pair.train([(x, y)])
+        kept = [{name: p.data for name, p in net.named_parameters()} for net in nets]
+        for net, average in zip(nets, averages):
             for name, p in net.named_parameters():
-                average[name] = (0.9 * average[name] + 0.1 * p.data).clone()
-                p.data = average[name]
-        torch.testing.assert_close(step.evaluate(x, y).loss, F.cross_entropy(plain(x), y).detach())
-        for net, backup in zip((ours, plain), kept):
+                p.data = average[name] = (0.9 * average[name] + 0.1 * p.data).clone()
+        torch.testing.assert_close(pair.step.evaluate(x, y).loss, F.cross_entropy(pair.plain(x), y).detach())
+        for net, backup in zip(nets, kept):
             for name, p in net.named_parameters():
                 p.data = backup[name]
-    assert_close(ours, plain)
+    pair.check()
 
 
 @pytest.mark.parametrize("edit", ["unfrozen", "hook on a parameter"])
 def test_what_has_accumulated_survives_edits(devices: Devices, edit: str) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6, ignore=False)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters()), accumulate=3
-    )
-    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
+    pair = Pair(devices(2), accumulate=3)
+    data = pair.data(6, ignore=False)
     for i, (x, y) in enumerate(data):
-        step(x, y)
+        pair.step(x, y)
         if i % 3 == 0:
-            optimizer.zero_grad()
-            EDITS[edit](ours)
-            step.evaluate(x, y)
+            pair.reference.zero_grad()
+            EDITS[edit](pair.ours)
+            pair.step.evaluate(x, y)
         unit = 3 * len(data[0][1])  # what hooks see is in it
-        (F.cross_entropy(plain(x), y) * len(y) / unit).backward()
+        (F.cross_entropy(pair.plain(x), y) * len(y) / unit).backward()
         if i % 3 == 0:
-            EDITS[edit](plain)
+            EDITS[edit](pair.plain)
         if i % 3 == 2:
-            for p in plain.parameters():
+            for p in pair.plain.parameters():
                 p.grad = None if p.grad is None else p.grad * (unit / sum(len(y) for _, y in data[i - 2 : i + 1]))
-            optimizer.step()
-    assert_close(ours, plain)
+            pair.reference.step()
+    pair.check()
+
+
+def add_last(pair: Pair, **options: float) -> None:
+    for net, optimizer in ((pair.ours, pair.optimizer), (pair.plain, pair.reference)):
+        optimizer.add_param_group({"params": net.last.parameters(), **options})
 
 
 def test_a_group_added_while_gradients_accumulate_brings_its_own(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(2, ignore=False)]
-    optimizers = [torch.optim.AdamW(net.first.parameters(), lr=0.01) for net in (ours, plain)]
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizers[0], accumulate=2)
+    pair = Pair(devices(2), lambda p: torch.optim.AdamW(list(p)[:2], lr=0.01), accumulate=2)
+    data = pair.data(2, ignore=False)
     for i, (x, y) in enumerate(data):
-        step(x, y)
-        (F.cross_entropy(plain(x), y) * len(y) / sum(len(y) for _, y in data)).backward()
+        pair.step(x, y)
+        (F.cross_entropy(pair.plain(x), y) * len(y) / sum(len(y) for _, y in data)).backward()
         if i == 0:
-            for net, optimizer in zip((ours, plain), optimizers):
-                optimizer.add_param_group({"params": net.last.parameters()})
-    optimizers[1].step()
-    assert_close(ours, plain)
+            add_last(pair)
+    pair.reference.step()
+    pair.check()
 
 
 @pytest.mark.parametrize("write", ["assigned", "in place"])
@@ -139,28 +112,18 @@ def test_parameters_written_in_forward(devices: Devices, write: str) -> None:
                 self.first.weight.detach().copy_(normal)
             return super().forward(x)
 
-    used = devices(3)
-    plain, ours = Normalising().to(used[0]), Normalising().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
-    )
-    losses = [step(*batch).item() for batch in data]
-    expected, _ = train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(ours, plain)
-    assert_replicas_bit_equal(step)
+    pair = Pair(devices(3), make=Normalising)
+    pair.train(pair.data(8))
+    pair.check()
 
 
 def test_evaluation_in_inference_mode_may_come_first_after_an_edit(devices: Devices) -> None:
-    used = devices(2)
-    net = Net().to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
-    x, y = (t.to(used[0]) for t in next(batches(1)))
-    net.frozen.requires_grad_()
+    pair = Pair(devices(2), "SGD")
+    ((x, y),) = pair.data(1, (12,))
+    pair.ours.frozen.requires_grad_()
     with torch.inference_mode():
-        step.evaluate(x, y)
-    step(x, y)
+        pair.step.evaluate(x, y)
+    pair.step(x, y)
 
 
 # Hooks.
@@ -176,41 +139,26 @@ def test_hooks_of_parameters_see_the_whole_gradient_once(devices: Devices, kind:
         else:
             p.grad = p.grad * 2 if kind == "replaced" else None
 
-    used = devices(3)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    grads: dict[str, list[Tensor]] = {"ours": [], "plain": []}
-    for name, net in (("ours", ours), ("plain", plain)):
-        seen = grads[name]
+    pair = Pair(devices(3), accumulate=accumulate)
+    data, grads = pair.data(8), ([], [])
+    for net, seen in zip((pair.ours, pair.plain), grads):
         if kind == "tensor":
             net.first.weight.register_hook(lambda g, seen=seen: seen.append(g.clone()) or g.clamp(-0.01, 0.01))
         else:
             net.first.weight.register_post_accumulate_grad_hook(functools.partial(note, seen))
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used),
-        F.cross_entropy,
-        OPTIMIZERS["AdamW"](ours.parameters()),
-        accumulate=accumulate,
-    )
-    for batch in data:
-        step(*batch)
-    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data, accumulate=accumulate)
-    assert len(grads["ours"]) == len(data)
-    torch.testing.assert_close(grads["ours"], grads["plain"], rtol=1e-4, atol=1e-6)
-    assert_close(ours, plain)
+    pair.train(data)
+    assert len(grads[0]) == len(data)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+    pair.check()
 
 
 def test_hooks_of_a_parameter_that_takes_no_part_are_not_called(devices: Devices) -> None:
-    used = devices(2)
-    net = Net().to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.AdamW(net.parameters()))
-    called: list[Any] = []
-    net.unused.register_hook(called.append)
-    net.unused.register_post_accumulate_grad_hook(called.append)
-    before = net.unused.detach().clone()
-    step(*(t.to(used[0]) for t in next(batches(1))))
+    pair, called = Pair(devices(2)), []
+    pair.ours.unused.register_hook(called.append)
+    pair.ours.unused.register_post_accumulate_grad_hook(called.append)
+    pair.train(pair.data(1))
     assert not called
-    assert net.unused.equal(before)
+    assert pair.ours.unused.equal(pair.plain.unused)
 
 
 OPTIMIZER_HOOKS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
@@ -236,95 +184,77 @@ OPTIMIZER_HOOKS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("way", ["step", "loop"])
 @pytest.mark.parametrize("place", ["stock", "sharded"])
 def test_hooks_of_the_optimizer_see_and_write_what_is_true(devices: Devices, hook: str, way: str, place: str) -> None:
+    wrapped: list[Any] = []
     used = devices(3)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
-    sharded = everygpu.ShardedOptimizer(optimizer, used)
-    hooked = sharded if place == "sharded" else optimizer
-    sums: list[list[float]] = [[], []]
-    for net, o, seen in ((ours, hooked, sums[0]), (plain, reference, sums[1])):
+
+    def wrap(optimizer: Any) -> Any:
+        wrapped.append(everygpu.ShardedOptimizer(optimizer, used))
+        return wrapped[0]
+
+    pair, sums = Pair(used, "SGD", wrap=wrap), ([], [])
+    hooked = wrapped[0] if place == "sharded" else pair.optimizer
+    for net, o, seen in ((pair.ours, hooked, sums[0]), (pair.plain, pair.reference, sums[1])):
         OPTIMIZER_HOOKS[hook](net, o)
         o.register_step_post_hook(
             lambda *_, net=net, seen=seen: seen.append(sum(p.detach().double().sum().item() for p in net.parameters()))
         )
-    model = everygpu.DataParallel(ours, used)
     if way == "step":
-        step = everygpu.TrainStep(model, F.cross_entropy, sharded)
-        for batch in data:
-            step(*batch)
-        assert all(p.grad is None for p in ours.parameters())
+        pair.train(pair.data(8))
+        assert all(p.grad is None for p in pair.ours.parameters())
     else:
-        train_plainly(model, sharded, data)
-    train_plainly(plain, reference, data)
-    assert_close(ours, plain)
+        for net, optimizer in ((pair.model, wrapped[0]), (pair.plain, pair.reference)):
+            train_plainly(net, optimizer, pair.data(8))
+    assert_close(pair.ours, pair.plain)
     assert sums[0] == pytest.approx(sums[1], rel=1e-4)
 
 
 def test_a_failing_hook_leaves_replicas_equal(devices: Devices) -> None:
-    used = devices(3)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(4)]
+    pair = Pair(devices(3), "SGD")
+    data = pair.data(4)
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("broken")
 
-    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
     for register in ("register_step_pre_hook", "register_step_post_hook"):
-        handles = [getattr(o, register)(fail) for o in (optimizer, reference)]
+        handles = [getattr(o, register)(fail) for o in (pair.optimizer, pair.reference)]
         with pytest.raises(ArithmeticError, match="broken"):
-            step(*data[0])
+            pair.step(*data[0])
         with pytest.raises(ArithmeticError, match="broken"):
-            train_plainly(plain, reference, data[:1])
-        assert_replicas_bit_equal(step)
+            train_plainly(pair.plain, pair.reference, data[:1])
+        assert_replicas_bit_equal(pair.step)
         for handle in handles:
             handle.remove()
-        step(*data[1])
-        train_plainly(plain, reference, data[1:2])
-        assert_close(ours, plain)
+        pair.train(data[1:2])
+        pair.check()
 
 
 def test_refresh_sends_what_torch_does_not_count(devices: Devices) -> None:
-    used = devices(2)
-    net = Net().to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
-    x, y = next(batches(1))
-    step(x.to(used[0]), y)
+    pair = Pair(devices(2))
+    net, step = pair.ours, pair.step
+    ((x, y),) = pair.data(1)
+    step(x, y)
     net.first.weight.data.zero_()
     net.frozen.data.zero_()
     step.refresh()
     assert_replicas_bit_equal(step)
-    torch.testing.assert_close(
-        everygpu.gather(step.evaluate(x.to(used[0]), y).output), net.last.bias.detach().expand(12, 5)
-    )
+    found = everygpu.gather(step.evaluate(x, y).output)
+    torch.testing.assert_close(found, net.last.bias.detach().expand(12, 5))
 
 
 def test_schedulers_take_effect_at_the_next_step(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(9)]
-    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
-    schedulers = [lr_scheduler.OneCycleLR(o, 0.3, total_steps=20) for o in (optimizer, reference)]
-    for batch in data:
-        step(*batch)
-        train_plainly(plain, reference, [batch])
+    pair = Pair(devices(2), "SGD")
+    schedulers = [lr_scheduler.OneCycleLR(o, 0.3, total_steps=20) for o in (pair.optimizer, pair.reference)]
+    for batch in pair.data(9):
+        pair.train([batch])
         for scheduler in schedulers:
             scheduler.step()
-    assert_close(ours, plain)
+    pair.check()
 
 
 def test_groups_added_later(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    optimizers = [torch.optim.AdamW(net.first.parameters(), lr=0.01) for net in (ours, plain)]
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizers[0])
-    for i, batch in enumerate(data):
+    pair = Pair(devices(2), lambda p: torch.optim.AdamW(list(p)[:2], lr=0.01))
+    for i, batch in enumerate(pair.data(8)):
         if i == 4:
-            for net, optimizer in zip((ours, plain), optimizers):
-                optimizer.add_param_group({"params": net.last.parameters(), "lr": 0.1})
-        step(*batch)
-        train_plainly(plain, optimizers[1], [batch])
-    assert_close(ours, plain)
+            add_last(pair, lr=0.1)
+        pair.train([batch])
+    pair.check()

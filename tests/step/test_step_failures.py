@@ -13,32 +13,15 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError, PlacementError
-from tests.step.test_train_step import (
-    OPTIMIZERS,
-    Devices,
-    Net,
-    assert_close,
-    batches,
-    train_plainly,
-)
+from tests.step.test_train_step import OPTIMIZERS, Devices, Net, Pair, assert_close, batches, train_plainly
 
 
-def test_gradients_are_not_left_for_the_user_to_mistake(devices: Devices) -> None:
-    used = devices(2)
-    net = Net().to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
-    x, y = next(batches(1))
-    step(x.to(used[0]), y)
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_an_old_graph_notices_the_update(devices: Devices) -> None:
-    used = devices(2)
-    net = Net().to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
-    x, y = next(batches(1))
-    old = net(x.to(used[0]).requires_grad_()).sum()
-    step(x.to(used[0]), y)
+def test_gradients_are_not_left_and_an_old_graph_notices_the_update(devices: Devices) -> None:
+    pair = Pair(devices(2))
+    ((x, y),) = pair.data(1)
+    old = pair.ours(x.requires_grad_()).sum()
+    pair.step(x.detach(), y)
+    assert all(p.grad is None for p in pair.ours.parameters())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         old.backward()
 
@@ -57,50 +40,31 @@ class Masked(nn.Module):
 # Failures.
 
 
-def test_a_failure_loses_nothing(devices: Devices) -> None:
-    used = devices(3)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
-    optimizer = OPTIMIZERS["AdamW"](ours.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
-    reference = OPTIMIZERS["AdamW"](plain.parameters())
-    for i, batch in enumerate(data):
-        step(*batch)
-        train_plainly(plain, reference, [batch])
-        if i % 2:
-            with pytest.raises(RuntimeError, match="mat1 and mat2"):
-                step(torch.randn(9, 4, device=used[0]), torch.zeros(9, dtype=torch.int64, device=used[0]))
-    assert_close(ours, plain)
+class Breaking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("broken")
 
 
-def test_a_failing_backward_loses_nothing(devices: Devices) -> None:
-    class Breaking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ArithmeticError("broken")
-
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(4)]
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_failure_loses_nothing(devices: Devices, part: str) -> None:
     broken = [False]
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(Breaking.apply(out) + out if broken[0] else out, y)
 
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), loss, OPTIMIZERS["AdamW"](ours.parameters()))
-    reference = OPTIMIZERS["AdamW"](plain.parameters())
-    for batch in data:
-        broken[0] = True
-        with pytest.raises(ArithmeticError, match="broken"):
-            step(*batch)
+    pair = Pair(devices(3), loss=loss, plain_loss=F.cross_entropy)
+    for x, y in pair.data(6):
+        broken[0] = part == "backward"
+        with pytest.raises((RuntimeError, ArithmeticError), match="broken|mat1 and mat2"):
+            pair.step(x if broken[0] else x[:, :4], y)
         broken[0] = False
-        step(*batch)
-    train_plainly(plain, reference, data)
-    assert_close(ours, plain)
+        pair.train([(x, y)])
+    pair.check()
 
 
 def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
@@ -110,18 +74,11 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
         pass
 
     used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
     with caplog.at_level(logging.INFO, "everygpu"):
-        model = everygpu.DataParallel(ours, used, engine="threads")
-        step = everygpu.TrainStep(
-            model, F.cross_entropy, Mine(ours.parameters()), clip_norm=1.0, accumulate=2, capture=False
-        )
-    assert caplog.messages == [f"TrainStep: Mine can't be spread; it steps on {used[0]}."]
-    for batch in data:
-        step(*batch)
-    train_plainly(plain, Mine(plain.parameters()), data, clip_norm=1.0, accumulate=2)
-    assert_close(ours, plain)
+        pair = Pair(used, Mine, clip_norm=1.0, accumulate=2, capture=False)
+    assert f"TrainStep: Mine can't be spread; it steps on {used[0]}." in caplog.messages
+    pair.train(pair.data(8))
+    pair.check()
 
 
 @pytest.mark.parametrize(
@@ -229,18 +186,18 @@ def test_gradients_of_parameters_within_a_loss(devices: Devices) -> None:
 
         return loss
 
-    x, y = (t.to(used[0]) for t in next(batches(1)))
     for way in ("output", "parameter", "backward"):
         plain, ours = Net().to(used[0]), Net().to(used[0])
         step = everygpu.TrainStep(
-            everygpu.DataParallel(ours, used), make(ours, way), torch.optim.SGD(ours.parameters(), lr=0.1)
+            everygpu.DataParallel(ours, used), make(ours, way), OPTIMIZERS["SGD"](ours.parameters())
         )
+        x, y = (t.to(used[0]) for t in next(batches(1)))
         if way == "parameter":
             with pytest.raises(LossError, match="can't ask for gradients with respect to the model's parameters"):
                 step(x, y)
             continue
         step(x, y)
-        train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [(x, y)], make(plain, way))
+        train_plainly(plain, OPTIMIZERS["SGD"](plain.parameters()), [(x, y)], make(plain, way))
         assert_close(ours, plain)
 
 

@@ -9,118 +9,78 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from tests.step.test_train_step import (
-    OPTIMIZERS,
-    Devices,
-    Net,
-    assert_close,
-    assert_replicas_bit_equal,
-    batches,
-    train_plainly,
-)
+from tests.step.test_train_step import OPTIMIZERS, Devices, Net, Pair, assert_close, batches, train_plainly
 
 
 def test_saved_and_resumed_elsewhere(devices: Devices, tmp_path: Any) -> None:
     used = devices(3)
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(10)]
-    whole, first = Net().to(used[0]), Net().to(used[0])
-    make = OPTIMIZERS["AdamW"]
-    unbroken = everygpu.TrainStep(everygpu.DataParallel(whole, used), F.cross_entropy, make(whole.parameters()))
-    expected = [unbroken(*batch).item() for batch in data]
-
-    optimizer = make(first.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(first, used), F.cross_entropy, optimizer)
-    losses = [step(*batch).item() for batch in data[:5]]
-    everygpu.save(tmp_path / "c", model=step.model, optimizer=optimizer, step=step)
-
-    again = Net().to(used[0])
-    optimizer = make(again.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(again, used[:2]), F.cross_entropy, optimizer)
-    everygpu.load(tmp_path / "c", model=step.model, optimizer=optimizer, step=step)
-    losses += [step(*batch).item() for batch in data[5:]]
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert step.stats().num_steps == 10
+    first, again = Pair(used), Pair(used[:2])
+    data = first.data(10)
+    first.train(data[:5])
+    place = tmp_path / "c"
+    everygpu.save(place, model=first.model, optimizer=first.optimizer, step=first.step)
+    everygpu.load(place, model=again.model, optimizer=again.optimizer, step=again.step)
+    again.plain, again.reference = first.plain, first.reference
+    again.train(data[5:])
+    again.check()
+    assert again.step.stats().num_steps == 10
 
 
 def test_a_new_step_takes_the_optimizer_over(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
-    optimizer, reference = OPTIMIZERS["AdamW"](ours.parameters()), OPTIMIZERS["AdamW"](plain.parameters())
-    for part in (data[:3], data[3:]):
-        step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
-        for batch in part:
-            step(*batch)
-    train_plainly(plain, reference, data)
-    assert_close(ours, plain)
+    pair = Pair(devices(2))
+    data = pair.data(6)
+    pair.train(data[:3])
+    pair.step = everygpu.TrainStep(pair.model, F.cross_entropy, pair.optimizer)
+    pair.train(data[3:])
+    pair.check()
 
 
 def test_two_steps_with_one_optimizer(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    optimizer, reference = OPTIMIZERS["AdamW"](ours.parameters()), OPTIMIZERS["AdamW"](plain.parameters())
+    pair = Pair(devices(2))
     losses = [F.cross_entropy, lambda out, y: out.square().mean()]
-    model = everygpu.DataParallel(ours, used)
-    steps = [everygpu.TrainStep(model, loss, optimizer) for loss in losses]
-    for i, batch in enumerate(data):
-        steps[i % 2](*batch)
-        train_plainly(plain, reference, [batch], losses[i % 2])
-    assert_close(ours, plain)
+    steps = [pair.step, everygpu.TrainStep(pair.model, losses[1], pair.optimizer)]
+    for i, batch in enumerate(pair.data(8)):
+        pair.step, pair.loss = steps[i % 2], losses[i % 2]
+        pair.train([batch])
+    assert_close(pair.ours, pair.plain)
 
 
-def test_after_an_ordinary_loop_with_the_stock_optimizer(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(9)]
-    optimizer = OPTIMIZERS["AdamW"](ours.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
-    for i, batch in enumerate(data):
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_mixed_with_an_ordinary_loop(devices: Devices, is_sharded: bool) -> None:
+    used, made = devices(2), []
+
+    def wrap(optimizer: Any) -> Any:
+        made.append(everygpu.ShardedOptimizer(optimizer, used) if is_sharded else optimizer)
+        return made[0]
+
+    pair = Pair(used, wrap=wrap)
+    for i, batch in enumerate(pair.data(9)):
         if i % 3 == 1:
-            train_plainly(ours, optimizer, [batch])
+            train_plainly(pair.model if is_sharded else pair.ours, made[0], [batch])
+            train_plainly(pair.plain, pair.reference, [batch])
         else:
-            step(*batch)
-    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
-    assert_close(ours, plain)
-
-
-def test_mixed_with_an_ordinary_loop(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(9)]
-    sharded = everygpu.ShardedOptimizer(OPTIMIZERS["AdamW"](ours.parameters()), used)
-    model = everygpu.DataParallel(ours, used)
-    step = everygpu.TrainStep(model, F.cross_entropy, sharded)
-    for i, batch in enumerate(data):
-        if i % 3 == 1:
-            train_plainly(model, sharded, [batch])
-        else:
-            step(*batch)
-    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
-    assert_close(ours, plain)
+            pair.train([batch])
+    pair.check()
 
 
 # Precision.
 
 
 def test_bf16_is_as_good_as_plain_bf16(devices: Devices) -> None:
-    used = devices(3)
-    plain, exact, ours = (Net().to(used[0]) for _ in range(3))
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(20)]
     seen: set[torch.dtype] = set()
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         seen.add(out.dtype)
         return F.cross_entropy(out, y)
 
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), loss, OPTIMIZERS["SGD"](ours.parameters()), precision="bf16"
-    )
-    losses = [step(*batch).item() for batch in data]
+    used = devices(3)
+    pair, exact = Pair(used, "SGD", loss=loss, precision="bf16"), Net().to(used[0])
+    data = pair.data(20)
+    losses = [pair.step(*batch).item() for batch in data]
     assert seen == {torch.bfloat16}
-    assert all(p.dtype is torch.float32 for p in ours.parameters())
+    assert all(p.dtype is torch.float32 for p in pair.ours.parameters())
     with torch.autocast(used[0].type, torch.bfloat16):
-        rough, _ = train_plainly(plain, OPTIMIZERS["SGD"](plain.parameters()), data)
+        rough, _ = train_plainly(pair.plain, pair.reference, data)
     fine, _ = train_plainly(exact, OPTIMIZERS["SGD"](exact.parameters()), data)
     spread = max(abs(a - b) for a, b in zip(rough, fine))
     assert 0 < max(abs(a - b) for a, b in zip(losses, fine)) <= 3 * spread
@@ -145,25 +105,18 @@ def test_parameters_in_bf16_are_as_good_as_plain_bf16(
     devices: Devices, name: str, count: int, clip_norm: float | None
 ) -> None:
     used = devices(count)
-    plain, exact, ours = (InBfloat16().to(used[0]) for _ in range(3))
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(40, (12,))]
-    optimizer = OPTIMIZERS[name](ours.parameters())
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), nn.CrossEntropyLoss(), optimizer, clip_norm=clip_norm
-    )  # fmt: skip
-    losses = [step(*batch).item() for batch in data]
-    reference = OPTIMIZERS[name](plain.parameters())
-    rough, _ = train_plainly(plain, reference, data, clip_norm=clip_norm)
+    pair, exact = Pair(used, name, make=InBfloat16, clip_norm=clip_norm), InBfloat16().to(used[0])
+    data = pair.data(40, (12,))
+    losses = [pair.step(*batch).item() for batch in data]
+    rough, _ = train_plainly(pair.plain, pair.reference, data, clip_norm=clip_norm)
     fine, _ = train_plainly(exact.float(), OPTIMIZERS[name](exact.parameters()), data, clip_norm=clip_norm)
     spread = max(abs(a - b) for a, b in zip(rough, fine))
     assert 0 < max(abs(a - b) for a, b in zip(losses, fine)) <= 2 * spread
-    if count > 1:
-        assert_replicas_bit_equal(step)
-    kept, expected = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    kept, expected = pair.optimizer.state_dict()["state"], pair.reference.state_dict()["state"]
     assert {i: {k: v.dtype for k, v in s.items()} for i, s in kept.items()} == {
         i: {k: v.dtype for k, v in s.items()} for i, s in expected.items()
     }
-    reference.load_state_dict(optimizer.state_dict())
+    pair.reference.load_state_dict(pair.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("name", ["AdamW-fused", "AdamW", "RMSprop"])
@@ -175,28 +128,23 @@ def test_fp16_skips_updates_that_are_not_finite(devices: Devices, name: str, cou
         "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
         "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
     }
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(12)]
+    pair = Pair(used, makers[name], precision="fp16")
+    data = pair.data(12)
     data[3] = (torch.full_like(data[3][0], float("inf")), data[3][1])
-    optimizer = makers[name](ours.parameters())
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer, precision="fp16")
-    losses = [step(*batch).item() for batch in data]
-
-    reference = makers[name](plain.parameters())
-    scaler = torch.amp.GradScaler(used[0].type)
-    expected = []
+    losses = [pair.step(*batch).item() for batch in data]
+    scaler, expected = torch.amp.GradScaler(used[0].type), []
     for x, y in data:
-        reference.zero_grad()
+        pair.reference.zero_grad()
         with torch.autocast(used[0].type, torch.float16):
-            loss = F.cross_entropy(plain(x), y)
+            loss = F.cross_entropy(pair.plain(x), y)
         scaler.scale(loss).backward()
-        scaler.step(reference)
+        scaler.step(pair.reference)
         scaler.update()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=2e-2, abs=2e-3, nan_ok=True)
-    assert_close(ours, plain, rtol=2e-2)
-    assert step.stats().num_skipped >= 1
-    assert step.state_dict()["scale"]["scale"] == scaler.get_scale()
+    pair.check(2e-2)
+    assert pair.step.stats().num_skipped >= 1
+    assert pair.step.state_dict()["scale"]["scale"] == scaler.get_scale()
 
 
 @pytest.mark.parametrize("count", [1, 2])

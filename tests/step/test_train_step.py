@@ -1,6 +1,5 @@
 """One call trains as a plain loop on one device does."""
 
-import copy
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,70 +100,75 @@ def assert_replicas_bit_equal(step: everygpu.TrainStep) -> None:
         assert all(other.cpu().view(torch.uint8).equal(first.cpu().view(torch.uint8)) for other in others)
 
 
+class Pair:
+    """A net that a step trains, and one that a plain loop trains."""
+
+    def __init__(
+        self, used: list[torch.device], optimizer: Any = "AdamW", *, make: Any = Net, loss: Any = F.cross_entropy,
+        plain_loss: Any = None, wrap: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.home, self.loss = used[0], plain_loss or loss
+        self.plain, self.ours = make().to(used[0]), make().to(used[0])
+        make_optimizer = OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer
+        self.reference = make_optimizer(self.plain.parameters())
+        self.optimizer = make_optimizer(self.ours.parameters())
+        self.model = everygpu.DataParallel(self.ours, used)
+        self.step = everygpu.TrainStep(self.model, loss, wrap(self.optimizer) if wrap else self.optimizer, **options)
+        self.options = {name: value for name, value in options.items() if name in ("clip_norm", "accumulate")}
+
+    def data(self, num: int, sizes: tuple[int, ...] = (12, 7, 3, 1), *, ignore: bool = True) -> list[Batch]:
+        return [(x.to(self.home), y.to(self.home)) for x, y in batches(num, sizes, ignore=ignore)]
+
+    def train(self, data: list[Batch], **tolerance: float) -> None:
+        """Train both, and compare their losses."""
+        losses = [self.step(x, y).item() for x, y in data]
+        expected, _ = train_plainly(self.plain, self.reference, data, self.loss, **self.options)
+        assert losses == pytest.approx(expected, **(tolerance or {"rel": 1e-5, "abs": 1e-6}))
+
+    def check(self, rtol: float = 1e-5) -> None:
+        """Compare all values; of replicas bit by bit."""
+        assert_close(self.ours, self.plain, rtol)
+        assert_replicas_bit_equal(self.step)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_equals_a_plain_loop_on_one_device(
     devices: Devices, name: str, count: int, clip_norm: float | None
 ) -> None:  # fmt: skip
-    used = devices(count)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(50)]
-    optimizer = OPTIMIZERS[name](ours.parameters())
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), nn.CrossEntropyLoss(), optimizer, clip_norm=clip_norm
-    )  # fmt: skip
-    norms = []
+    pair = Pair(devices(count), name, loss=nn.CrossEntropyLoss(), clip_norm=clip_norm)
+    data, norms = pair.data(50), []
     losses = []
     for x, y in data:
-        losses.append(step(x, y).item())
-        norms.append(step.stats().grad_norm)
-    reference = OPTIMIZERS[name](plain.parameters())
-    expected, expected_norms = train_plainly(plain, reference, data, clip_norm=clip_norm)
+        losses.append(pair.step(x, y).item())
+        norms.append(pair.step.stats().grad_norm)
+    expected, expected_norms = train_plainly(pair.plain, pair.reference, data, clip_norm=clip_norm)
     assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    if clip_norm is not None:
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
-    assert_close(ours, plain)
-    if count > 1:
-        assert_replicas_bit_equal(step)
-    ours_state, plain_state = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert clip_norm is None or norms == pytest.approx(expected_norms, rel=1e-5)
+    pair.check()
+    ours_state, plain_state = pair.optimizer.state_dict()["state"], pair.reference.state_dict()["state"]
     assert ours_state.keys() == plain_state.keys(), "a parameter without a gradient has no state"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_accumulation_equals_a_plain_loop(devices: Devices, count: int) -> None:
-    used = devices(count)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(24)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used),
-        nn.CrossEntropyLoss(),
-        OPTIMIZERS["AdamW"](ours.parameters()),
-        accumulate=3,
-        clip_norm=1.0,
-    )
-    losses = [step(x, y).item() for x, y in data]
-    expected, _ = train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data, clip_norm=1.0, accumulate=3)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(ours, plain)
-    assert step.stats().num_steps == 8
+    pair = Pair(devices(count), accumulate=3, clip_norm=1.0)
+    pair.train(pair.data(24))
+    pair.check()
+    assert pair.step.stats().num_steps == 8
 
 
 def test_flush_updates_with_the_mean_of_what_was_seen(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(2)]
-    make = OPTIMIZERS["SGD"]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), F.cross_entropy, make(ours.parameters()), accumulate=5
-    )  # fmt: skip
+    pair = Pair(devices(2), "SGD", accumulate=5)
+    data = pair.data(2)
     for x, y in data:
-        step(x, y)
-    step.flush()
-    step.flush()
-    train_plainly(plain, make(plain.parameters()), data, accumulate=2)
-    assert_close(ours, plain)
-    assert step.stats().num_steps == 1
+        pair.step(x, y)
+    pair.step.flush()
+    pair.step.flush()
+    train_plainly(pair.plain, pair.reference, data, accumulate=2)
+    pair.check()
+    assert pair.step.stats().num_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -179,15 +183,9 @@ def test_flush_updates_with_the_mean_of_what_was_seen(devices: Devices) -> None:
     ],
 )
 def test_any_loss_is_exact_for_uneven_shards(loss: Callable[..., Tensor]) -> None:
-    plain, ours = Net(), Net()
-    data = list(batches(8, (12, 7, 4)))
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, ["cpu"] * 3), loss, torch.optim.SGD(ours.parameters(), lr=0.01)
-    )  # fmt: skip
-    losses = [step(x, y).item() for x, y in data]
-    expected, _ = train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.01), data, loss)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(ours, plain)
+    pair = Pair([torch.device("cpu")] * 3, lambda p: torch.optim.SGD(p, lr=0.01), loss=loss)
+    pair.train(pair.data(8, (12, 7, 4)))
+    pair.check()
 
 
 # What it is called with.
@@ -215,49 +213,41 @@ class Knowing(nn.Module):
                 "output": ModelOutput(loss=loss, logits=out)}[self.way]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["number", "vector", "matrix", "vector in dict", "dict", "tuple", "output"])
-@pytest.mark.parametrize("call", ["positional", "tuple", "dict", "UserDict", "keywords"])
+def mse(out: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(out, F.one_hot(y, 5).float())
+
+
+WAYS = ["number", "vector", "matrix", "vector in dict", "dict", "tuple", "output"]
+CALLS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "positional": lambda step, x, y: step(x, y),
+    "tuple": lambda step, x, y: step((x, y)),
+    "dict": lambda step, x, y: step({"x": x, "y": y}),
+    "UserDict": lambda step, x, y: step(UserDict(x=x, y=y)),
+    "keywords": lambda step, x, y: step(x, y=y),
+}
+
+
+@pytest.mark.parametrize(("way", "call"), [*((w, "positional") for w in WAYS), *(("dict", c) for c in CALLS)])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_model_that_returns_its_loss(devices: Devices, way: str, call: str, count: int) -> None:
-    used = devices(count)
-    plain, ours = Knowing(way).to(used[0]), Knowing(way).to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6, ignore=False)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), None, torch.optim.SGD(ours.parameters(), lr=0.1)
-    )  # fmt: skip
-    calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "positional": lambda x, y: step(x, y),
-        "tuple": lambda x, y: step((x, y)),
-        "dict": lambda x, y: step({"x": x, "y": y}),
-        "UserDict": lambda x, y: step(UserDict(x=x, y=y)),
-        "keywords": lambda x, y: step(x, y=y),
-    }
-    losses = [calls[call](x, y).item() for x, y in data]
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    expected, _ = train_plainly(
-        plain.net, optimizer, data, lambda out, y: F.mse_loss(out, F.one_hot(y, 5).float())
-    )  # fmt: skip
+    pair = Pair(devices(count), lambda p: torch.optim.SGD(p, lr=0.1), make=lambda: Knowing(way), loss=None)
+    data = pair.data(6, ignore=False)
+    losses = [CALLS[call](pair.step, x, y).item() for x, y in data]
+    expected, _ = train_plainly(pair.plain.net, pair.reference, data, mse)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(ours, plain)
+    pair.check()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("num_rows", [2, 3, 5])
 def test_a_model_that_returns_one_number_of_shape_1(devices: Devices, count: int, num_rows: int) -> None:
-    used = devices(count)
-    ours = Knowing("vector").to(used[0])
-    plain = copy.deepcopy(ours)
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), None, torch.optim.SGD(ours.parameters(), lr=0.1))
-    x, y = next(batches(1, ignore=False))
-    x, y = x[:num_rows].to(used[0]), y[:num_rows].to(used[0])
-    expected = plain.eval()(x, y).item()
-    assert step.evaluate(x, y).loss.item() == pytest.approx(expected, rel=1e-5)
-    (expected,), _ = train_plainly(
-        plain.train().net, torch.optim.SGD(plain.parameters(), lr=0.1), [(x, y)],
-        lambda out, y: F.mse_loss(out, F.one_hot(y, 5).float()),
-    )  # fmt: skip
-    assert step(x, y).item() == pytest.approx(expected, rel=1e-5)
-    assert_close(ours, plain)
+    pair = Pair(devices(count), lambda p: torch.optim.SGD(p, lr=0.1), make=lambda: Knowing("vector"), loss=None)
+    ((x, y),) = pair.data(1, (num_rows,), ignore=False)
+    expected = pair.plain.eval()(x, y).item()
+    assert pair.step.evaluate(x, y).loss.item() == pytest.approx(expected, rel=1e-5)
+    (expected,), _ = train_plainly(pair.plain.train().net, pair.reference, [(x, y)], mse)
+    assert pair.step(x, y).item() == pytest.approx(expected, rel=1e-5)
+    pair.check()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -269,23 +259,15 @@ def test_a_model_that_returns_more_than_one_number(devices: Devices, count: int,
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return take(F.mse_loss(super().forward(x), F.one_hot(y, 5).float(), reduction="none"))
 
-    used = devices(count)
-    net = Unreduced().to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), None, torch.optim.SGD(net.parameters()))
+    pair = Pair(devices(count), make=Unreduced, loss=None)
     with pytest.raises(LossError, match="one number, got shape"):
-        step(*next(batches(1, ignore=False)))
+        pair.step(*next(batches(1, ignore=False)))
 
 
 def test_a_loss_that_is_not_reduced_is_no_number_of_one_row_each(devices: Devices) -> None:
-    used = devices(2)
-    net = Net().to(used[0])
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(net, used), lambda out, y: F.cross_entropy(out, y, reduction="none"),
-        torch.optim.SGD(net.parameters()),
-    )  # fmt: skip
-    x, y = next(batches(1, ignore=False))
+    pair = Pair(devices(2), loss=lambda out, y: F.cross_entropy(out, y, reduction="none"))
     with pytest.raises(LossError, match=r"one number, got shape \(2,\)"):
-        step(x[:2], y[:2])
+        pair.step(*next(batches(1, (2,), ignore=False)))
 
 
 def test_nested_batches_and_sharded_targets(devices: Devices) -> None:
@@ -357,14 +339,9 @@ def test_activation_checkpointing(devices: Devices) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    used = devices(3)
-    plain, ours = Net().to(used[0]), Checkpointed().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(10)]
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["SGD"](ours.parameters()))
-    losses = [step(*batch).item() for batch in data]
-    expected, _ = train_plainly(plain, OPTIMIZERS["SGD"](plain.parameters()), data)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(ours, plain)
+    pair = Pair(devices(3), "SGD", make=Checkpointed)
+    pair.train(pair.data(10))
+    pair.check()
 
 
 def test_recurrent_and_tied_weights(devices: Devices) -> None:
@@ -380,17 +357,11 @@ def test_recurrent_and_tied_weights(devices: Devices) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.lstm(self.embed(x))[0][:, -1])
 
-    used = devices(2)
-    plain, ours = Tied().to(used[0]), Tied().to(used[0])
-    data = [(torch.randint(0, 5, (6, 4), device=used[0]), torch.arange(6, device=used[0]) % 5) for _ in range(10)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
-    )
-    losses = [step(*batch).item() for batch in data]
-    expected, _ = train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
-    assert losses == pytest.approx(expected, rel=1e-4)
-    assert ours.head.weight is ours.embed.weight
-    assert_close(ours, plain, rtol=1e-4)
+    pair = Pair(devices(2), make=Tied)
+    on = {"device": pair.home}
+    pair.train([(torch.randint(0, 5, (6, 4), **on), torch.arange(6, **on) % 5) for _ in range(10)], rel=1e-4)
+    assert pair.ours.head.weight is pair.ours.embed.weight
+    pair.check(1e-4)
 
 
 def test_evaluate_leaves_everything_as_it_was(devices: Devices) -> None:

@@ -65,22 +65,20 @@ def _add(
     begin: int,
     index: int,
     rank: int,
+    mark: float = 0.0,
 ) -> None:
     for k, length in enumerate(lengths.tolist()):
         if not length:
             continue
         parts = [_at(address, length, dtype) for address in sources[:, k].tolist()]
-        total = sum(part.float() for part in parts)
+        total = sum(part if dtype is torch.float64 else part.float() for part in parts)
         place = int(targets[index]) + dtype.itemsize * (begin + k * block)
         _at(place, length, dtype).copy_(total)
         if squares is not None:
             squares[k] = total.square().sum()
-        if status is not None and not total.isfinite().all():
-            numbers = _at(int(status), len(parts), torch.float32)
-            for source, part in enumerate(parts):
-                numbers[source] = max(float(numbers[source]), float(not part.isfinite().all()))
-            if found is not None:
-                found[index] = 1
+        if found is not None and status is not None and not found[index] and not total.isfinite().all():
+            found[index] = 1
+            _at(int(status), 1, torch.float32).fill_(mark)
 
 
 def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:

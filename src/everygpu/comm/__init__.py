@@ -18,16 +18,9 @@ from everygpu.torch_private.cuda import has_triton as has_triton
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
-    """Copy a tensor to a device.
+    """Copy a tensor of any layout to a device, by autograd; without waiting, unless that is the CPU.
 
-    Args:
-        x: Any shape, dtype and layout, on any device.
-        device: Where to; without waiting, unless it is the CPU.
-        fresh: Copy also if it is there already.
-    Returns:
-        The copy, or ``x`` itself; connected to ``x`` by autograd.
-    Source:
-        ``Tensor.to``.
+    A tensor that is there already is returned itself, unless a fresh copy is asked for.
     """
     if trusted_peers((x.device, device)):
         return copies.copy(x, device, fresh=fresh)
@@ -35,14 +28,7 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
 
 
 def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy a tensor to several devices, at once in a CUDA graph.
-
-    Args:
-        x: As for ``copy``.
-        devices: Where to.
-    Returns:
-        One tensor for each; ``x`` itself where it is already.
-    """
+    """Copy a tensor to several devices, as by ``copy``; at once in a CUDA graph."""
     if trusted_peers((x.device, *devices)):
         return copies.copy_to_each(x, devices)
     return [copy(x, d) for d in devices]
@@ -53,14 +39,7 @@ with_own_node = copies.with_own_node
 
 
 def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors from several devices to one, at once in a CUDA graph.
-
-    Args:
-        tensors: As for ``copy``, but without a graph: no gradients flow back.
-        device: Where to.
-    Returns:
-        The copies; a tensor itself where it is there already.
-    """
+    """Copy tensors from several devices to one, as by ``copy``; at once in a CUDA graph, and no gradients flow back."""
     if trusted_peers((device, *(t.device for t in tensors))):
         return copies.copy_from_each(tensors, device)
     return [copy(t, device) for t in tensors]
@@ -70,12 +49,7 @@ def connect(devices: Sequence[torch.device]) -> None:
     """Have GPUs map each other's memory, as torch does at the first copy between two.
 
     CUDA graphs need it before they are recorded, while it is forbidden, as is loading the kernel that makes small
-    copies there; and so do kernels that read other GPUs' memory.
-
-    Args:
-        devices: Of any type; what isn't a CUDA device is left out.
-    Source:
-        https://github.com/pytorch/pytorch/issues/133984
+    copies there; and so do kernels that read other GPUs' memory. https://github.com/pytorch/pytorch/issues/133984
     """
     for source, target in itertools.permutations(dict.fromkeys(d for d in devices if d.type == "cuda"), 2):
         copy(torch.zeros(1, device=source), target)
@@ -84,25 +58,13 @@ def connect(devices: Sequence[torch.device]) -> None:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor into another, on any device.
-
-    Args:
-        target: Any strides; overwritten.
-        source: Of the same shape and dtype.
-    Source:
-        ``Tensor.copy_``.
-    """
+    """Copy a tensor into another of the same shape and dtype, of any strides, on any device."""
     backend = copies if trusted_peers((target.device, source.device)) else staged
     backend.fill(target, source)
 
 
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy one buffer into others.
-
-    Args:
-        source: Shape (numel,), contiguous.
-        targets: Buffers of the same shape and dtype, on any devices; overwritten.
-    """
+    """Copy one buffer, of shape (numel,), into others."""
     if not trusted_peers(t.device for t in (source, *targets)):
         staged.broadcast(source, targets)
     elif _takes_nccl([source, *targets]):
@@ -112,15 +74,7 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Add buffers up on one device.
-
-    Args:
-        sources: At least one contiguous buffer of shape (numel,), each on any device; the first may be
-            overwritten. Copies add in the order given, NCCL in an order of its own.
-        device: Where the sum goes.
-    Returns:
-        The sum, shape (numel,), on ``device``.
-    """
+    """Add buffers up on one device, in the order given, or in NCCL's own; the first may be overwritten."""
     here = torch.empty(0, device=device)
     if not trusted_peers([device, *(s.device for s in sources)]):
         return staged.reduce(sources, device)
@@ -130,12 +84,7 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def reduce_scatter(buffers: Sequence[Tensor]) -> None:
-    """Add buffers up, each device getting the sum of its own chunk.
-
-    Args:
-        buffers: One per device, contiguous, of shape (numel,) and one dtype; numel is a multiple of their
-            number. Chunk j of buffer j becomes the sum of all j-th chunks; what the others hold is undefined.
-    """
+    """Add buffers up, one per device, each getting the sum of its own chunk; the others are undefined."""
     if _takes_nccl(buffers):
         nccl.reduce_scatter(buffers)
         return
@@ -148,11 +97,7 @@ def reduce_scatter(buffers: Sequence[Tensor]) -> None:
 
 
 def all_gather(buffers: Sequence[Tensor]) -> None:
-    """Copy each device's own chunk into the other devices' buffers.
-
-    Args:
-        buffers: As for ``reduce_scatter``; afterwards they are equal.
-    """
+    """Copy each device's own chunk into the other devices' buffers, which are equal afterwards."""
     if _takes_nccl(buffers):
         nccl.all_gather(buffers)
         return
@@ -161,12 +106,7 @@ def all_gather(buffers: Sequence[Tensor]) -> None:
 
 
 def scatter(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy the chunks of one buffer to their devices.
-
-    Args:
-        source: Shape (numel,), on any device.
-        targets: Shape (numel / their number,) each; overwritten.
-    """
+    """Copy the chunks of one buffer to their devices."""
     for chunk, target in zip(source.chunk(len(targets)), targets):
         fill(target, chunk)
 

@@ -105,6 +105,7 @@ def _add(
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
+    MARK: tl.constexpr,
 ) -> None:
     inside = tl.arange(0, BLOCK)
     bad = tl.zeros((BLOCK,), WIDE)
@@ -121,19 +122,12 @@ def _add(
             if squares is not None:
                 tl.store(squares + block, tl.sum(total * total, axis=0))
             bad += total * 0.0
-    if status is not None:  # noqa: SIM102 - None is known when compiling
+    if found is not None:  # noqa: SIM102 - None is known when compiling
         # Looked at block by block, this would hold up those behind: a sum over a block waits for all of its threads.
-        if tl.sum(bad, axis=0) != 0.0:
-            if found is not None:
+        if tl.sum(bad, axis=0) != 0.0:  # noqa: SIM102 - not to be loaded by all
+            if tl.load(found + index) == 0.0:  # else the status says already that nothing is updated
                 tl.store(found + index, 1.0)
-            for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-                length = tl.load(lengths + block)
-                if length > 0:
-                    for source in tl.static_range(SOURCES):
-                        place = at(sources, source * num_blocks + block, KIND) + inside
-                        value = tl.load(place, mask=inside < length, other=0.0).to(WIDE)
-                        if tl.sum(value * 0.0, axis=0) != 0.0:
-                            tl.store(at(status, 0, tl.float32) + source, 1.0)
+                tl.store(at(status, 0, tl.float32), MARK)
 
 
 @triton.jit(do_not_specialize=["source", "target", "num_words"])
@@ -189,6 +183,7 @@ def run_add(
     squares: Tensor | None = None,
     status: Tensor | None = None,
     found: Tensor | None = None,
+    mark: float = 0.0,
 ) -> None:
     """Add the blocks of several devices up, on the current stream of one of them; others as for ``run_send``.
 
@@ -198,12 +193,13 @@ def run_add(
         begin: Where the first goes.
         rank: This device's place in ``sources``.
         squares: Where the sum of the squares of each block's sums goes, shape (blocks,), float32.
-        status: Address of a number for each device, shape (1,): 1 is put where its blocks aren't finite.
+        status: Address of a number, shape (1,), that becomes ``mark`` where ``found`` was 0 and a sum isn't finite.
         found: A table in which ``index`` becomes 1 where a sum isn't finite; with ``status``.
+        mark: See ``status``.
     """
     kind, wide = KINDS[dtype]
     num_blocks = lengths.numel()
     _add[(num_programs(num_blocks, lengths.device, sources.shape[0] - 1),)](
         sources, lengths, targets, begin, index, num_blocks, rank, squares, status, found,
-        SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide,
+        SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide, MARK=mark,
     )  # fmt: skip

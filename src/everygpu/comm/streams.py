@@ -15,10 +15,6 @@ def kept_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
     Libraries keep memory for each stream. And torch has 32 per device, then hands out those that others use: work
     of theirs would be recorded with ours, or wait for it.
-
-    Args:
-        device: A CUDA device.
-        purpose: Any name; different ones have different streams.
     """
     with _making:  # or two threads that ask first would each get one of their own
         return _stream(device, purpose)

@@ -26,13 +26,8 @@ Mark = tuple[torch.device, torch.cuda.Event]
 
 
 def upload(part: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy to a device, without waiting for it.
-
-    Args:
-        part: Shape (...), on any device; not written until the copy is done. Without gradients.
-        device: Where it goes.
-    Returns:
-        The copy; ``part`` itself where it is there already. On CUDA to be used only after ``receive``.
+    """Queue a copy to a device, without waiting for it: on CUDA to be used only after ``receive``; until it is done the
+    original may not be written. Without gradients.
     """
     if device.type != "cuda":
         return comm.copy(part, device)
@@ -50,12 +45,9 @@ def mark(devices: Iterable[torch.device]) -> list[Mark]:
 
 
 def receive(tensors: Sequence[Tensor], marks: Iterable[Mark]) -> None:
-    """Let the current streams use copies: they wait for the marks, the host does not.
+    """Let the current streams use copies that were queued before the marks, for which they wait, not the host.
 
-    Args:
-        tensors: Copies that were queued before the marks. Their memory is used again only when the work queued
-            on the current streams at the time they are dropped is done.
-        marks: What ``mark`` returned.
+    The copies' memory is used again only when the work is done that is queued on these streams as they are dropped.
     """
     for device, event in marks:
         torch.cuda.current_stream(device).wait_event(event)

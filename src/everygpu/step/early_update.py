@@ -2,8 +2,9 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,21 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
-from everygpu.comm.streams import queueing_on, synchronize_streams
+from everygpu.comm.streams import synchronize_streams
 from everygpu.devices.p2p import reach_each_other
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.plan import BLOCK_NUMEL
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
-from everygpu.parallel.cuda_graphs.transfer.grad_tables import (
+from everygpu.parallel.cuda_graphs.transfer import (
     GradTables,
+    add_blocks,
     addresses,
     block_addresses,
     block_lengths,
     lay_out,
+    send_blocks,
 )
-from everygpu.step.finite_check import MADE
+from everygpu.step.finite_check import MADE, PARTLY
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor, norm_of
@@ -50,27 +53,29 @@ def fits(flat_params: FlatParameters, shards: Shards) -> bool:
 class EarlyUpdate(ABC):
     """An update that is recorded with the backward. A recording's memory stays where it is: so do gradients.
 
-    Args:
-        flat_params: The parameters, on CUDA devices.
-        shards: Their optimizers, prepared for the parameters that will probably get a gradient.
-        checks: Leave out what isn't finite.
+    The optimizers are prepared for parameters that are ``expected`` to get one; a bucket waits for those of its own.
+    ``beside`` updates each bucket beside what is left of the backward; ``checks`` leaves out what isn't finite.
     """
 
-    def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
+    def __init__(
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+    ) -> None:
         self._flat_params = flat_params
         self._shards = shards
+        self._expected = expected
+        self._is_beside = beside
         self._checks = checks
         self._devices = flat_params.devices
         self._plans = flat_params.plans
         self._touched: set[int] = set()
+        self._marks = ReadyEvents(self._devices)
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
-        self.status = torch.zeros(len(self._devices) + 1, dtype=torch.float32, device=self._devices[0])
+        self.status = torch.zeros((), dtype=torch.float32, device=self._devices[0])
         """Of the last update; see ``FiniteCheck``."""
 
     def check(self, loss: Tensor) -> None:
         """Have the update be left out where the loss, of shape (), isn't finite; before the backward."""
-        self.status[:-1].zero_()
-        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status[-1])
+        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -94,33 +99,48 @@ class EarlyUpdate(ABC):
 
     @abstractmethod
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        """Queue the update, and have the devices' current streams wait for it.
-
-        Args:
-            clip_norm: The largest norm that the gradient may have.
-        Returns:
-            The norm before that, shape (), if it had to be known.
+        """Queue the update, and have the devices' current streams wait for it; return the gradient's norm before it was
+        clipped, if it had to be known.
         """
 
     @abstractmethod
     def finish_recording(self) -> None:
-        """Before a launch: do once what was no part of the recording, and let go of gradients."""
+        """After the recording: do what was no part of it, and let go of gradients."""
 
     def _watch(self) -> list[RemovableHandle]:
-        """Register hooks for a backward."""
-        return []
+        handles = []
+        for b, plan in enumerate(self._plans):
+            for replica, tensors in enumerate(self._replicas()):
+                members = {slot.index: tensors[slot.index] for slot in plan.slots}
+                # An event is noted anew at each gradient that comes once all expected ones are there.
+                note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
+                handles += [self._on_accumulation(t, note) for t in members.values()]
+        return handles
+
+    def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+        def complete(t: Tensor) -> None:
+            if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
+                increment_version(t)
+            note(t)
+
+        return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]
 
     @abstractmethod
     def _take_grads(self) -> None:
         """Keep all gradients."""
+
+    def _used(self) -> list[int]:
+        """List the buckets with gradients."""
+        plans = enumerate(self._plans)
+        return [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
 
     def _step(self, norm: Tensor | None, clip_norm: float | None) -> None:
         """Step on gradients of which all are known, if the status says so; their norm is on the first device."""
         found_inf, scales = None, None
         if self._checks:
             if norm is not None:
-                self.status[-1:].add_(norm, alpha=0)
-            found_inf = comm.copy_to_each(torch.ne(self.status[-1], MADE).float(), self._devices)
+                self.status.add_(norm, alpha=0)
+            found_inf = comm.copy_to_each(torch.ne(self.status, MADE).float(), self._devices)
         if clip_norm is not None and norm is not None:
             scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
         self._shards.step(self._touched, found_inf, grads=self._own_grads(), grad_scales=scales)
@@ -139,13 +159,22 @@ class EarlyUpdate(ABC):
 
 
 class UpdateInPlace(EarlyUpdate):
-    """Steps on one device, after backward, as a plain loop does: on all parameters and their own gradients at once."""
+    """Steps on one device as a plain loop does: on the parameters and their own gradients."""
 
-    def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
-        super().__init__(flat_params, shards, checks=checks)
+    def __init__(
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+    ) -> None:
+        super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
         self._grads: dict[int, Tensor] = {}
+        self._found_inf = torch.zeros(len(self._plans), dtype=torch.float32, device=self._devices[0])
+        """For each bucket, 1 where it is not updated."""
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
+        if self._is_beside:
+            self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used()})
+            if self._checks:
+                self.status.add_(self._found_inf.amax(), alpha=PARTLY - MADE)
+            return None
         needs_norm = self._checks or clip_norm is not None
         norm = norm_of(list(self._grads.values())).float() if needs_norm and self._grads else None
         self._step(norm, clip_norm)
@@ -155,12 +184,21 @@ class UpdateInPlace(EarlyUpdate):
         self._grads = {}
 
     def _take_grads(self) -> None:
-        for plan in self._plans:
+        for b, plan in enumerate(self._plans):
             for slot in plan.slots:
                 if slot.index in self._touched:
                     grad = self._flat_params.params[slot.index].grad
                     laid = lay_out(grad, slot, plan.dtype, self._devices[0])
                     self._grads[slot.index] = laid.as_strided((slot.numel,), (1,))
+                    if laid is not grad:
+                        self._marks.forget(b, 0)
+
+    def _update(self, b: int) -> None:
+        grads = [self._grads[slot.index] for slot in self._plans[b].slots if slot.index in self._touched]
+        found = self._found_inf[b]
+        if self._checks:
+            torch.ne(torch.add(self.status, norm_of(grads), alpha=0), MADE, out=found)
+        self._shards.step(self._touched, [found] if self._checks else None, bucket=b, grads=self._grads)
 
     def _own_grads(self) -> dict[int, Tensor]:
         return self._grads
@@ -172,24 +210,13 @@ class UpdateByChunks(EarlyUpdate):
     One kernel adds each device's part of the gradients up, torch's fused kernels update it, and another kernel sends it
     to the other devices. Beside backward that is done with each bucket, or it is only added up, where the update has to
     know all gradients.
-
-    Args:
-        flat_params: As for ``EarlyUpdate``.
-        shards: As for ``EarlyUpdate``.
-        expected: Parameters that will probably get a gradient: a bucket waits for those of its own.
-        beside: Update beside backward; else after it.
-        checks: As for ``EarlyUpdate``.
     """
 
     def __init__(
         self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
     ) -> None:
-        super().__init__(flat_params, shards, checks=checks)
-        self._expected = expected
-        self._is_beside = beside
-        self._is_recorded = False
+        super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
         devices, plans = self._devices, self._plans
-        self._marks = ReadyEvents(devices)
         comm.connect(devices)
         self._found_inf = [torch.zeros(len(plans), dtype=torch.float32, device=d) for d in devices]
         """For each device and bucket, 1 where it is not updated."""
@@ -216,8 +243,7 @@ class UpdateByChunks(EarlyUpdate):
         self._marks.mark(_LOSS)
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        plans = enumerate(self._plans)
-        used = [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
+        used = self._used()
         work = self._update if self._is_beside else self._reduce
         works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in used}
         if self._checks and self._is_beside:
@@ -235,32 +261,10 @@ class UpdateByChunks(EarlyUpdate):
         return norm
 
     def finish_recording(self) -> None:
-        if self._is_recorded:
-            return
-        self._is_recorded = True
         for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
             sources.write()
-            sources.forget()
             for rank, row in enumerate(lengths):
                 row.copy_(block_lengths(plan, rank, self._touched))
-
-    def _watch(self) -> list[RemovableHandle]:
-        handles = []
-        for b, plan in enumerate(self._plans):
-            for replica, tensors in enumerate(self._replicas()):
-                members = {slot.index: tensors[slot.index] for slot in plan.slots}
-                # An event is noted anew at each gradient that comes once all expected ones are there.
-                note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
-                handles += [self._on_accumulation(t, note) for t in members.values()]
-        return handles
-
-    def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
-        def complete(t: Tensor) -> None:
-            if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
-                increment_version(t)
-            note(t)
-
-        return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]
 
     def _take_grads(self) -> None:
         """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
@@ -272,28 +276,15 @@ class UpdateByChunks(EarlyUpdate):
 
     def _send_gate(self) -> None:
         first = self._found_inf[0]
-        torch.ne(self.status[-1:].expand_as(first), MADE, out=first)
+        torch.ne(self.status.expand_as(first), MADE, out=first)
         self._found_inf = list(comm.copy_to_each(first, self._devices))
 
     def _reduce(self, b: int) -> None:
-        from everygpu.comm import kernels  # needs Triton, which not every machine has
-
-        plan = self._plans[b]
-        for rank, d in enumerate(self._devices):
-            with queueing_on(d):
-                kernels.run_add(
-                    self._sources[b].tables[rank],
-                    self._lengths[b][rank],
-                    self._targets[rank],
-                    dtype=plan.dtype,
-                    block=BLOCK_NUMEL,
-                    begin=rank * plan.chunk_numel,
-                    index=b,
-                    rank=rank,
-                    squares=None if self._is_beside else self._squares[b][rank],
-                    status=self._status_at[rank] if self._checks else None,
-                    found=self._found_inf[rank] if self._checks and self._is_beside else None,
-                )
+        notes: dict[str, Sequence[Any]] = {} if self._is_beside else {"squares": self._squares[b]}
+        if self._checks and self._is_beside:  # else the norm tells
+            notes = {"status": self._status_at, "found": self._found_inf, "mark": [PARTLY] * len(self._devices)}
+        tables = self._sources[b].tables, self._lengths[b], self._targets
+        add_blocks(self._plans[b], self._devices, *tables, index=b, notes=notes)
 
     def _update(self, b: int) -> None:
         self._reduce(b)
@@ -301,17 +292,4 @@ class UpdateByChunks(EarlyUpdate):
         self._send(b)
 
     def _send(self, b: int) -> None:
-        from everygpu.comm import kernels
-
-        plan = self._plans[b]
-        for rank, d in enumerate(self._devices):
-            with queueing_on(d):
-                kernels.run_send(
-                    self._values[b][rank],
-                    self._lengths[b][rank],
-                    self._others[b][rank],
-                    dtype=plan.dtype,
-                    block=BLOCK_NUMEL,
-                    begin=rank * plan.chunk_numel,
-                    rank=rank,
-                )
+        send_blocks(self._plans[b], self._devices, self._values[b], self._lengths[b], self._others[b])

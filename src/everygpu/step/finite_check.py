@@ -1,9 +1,8 @@
 """Updates whose loss or gradients are not finite: noted on the device, told on the host some updates later."""
 
 import logging
-import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,8 +21,9 @@ LAG = 8
 """Updates that may be queued after one before the host reads its status: so it hardly ever waits for the device."""
 MAX_IN_ROW = 10
 """As many updates left out one after another end the run."""
-MADE, SCALED = 1.0, 2.0
-"""Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large."""
+MADE, SCALED, PARTLY = 1.0, 2.0, 3.0
+"""Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large; it was made
+but for buckets with gradients that aren't finite. It is nan for an update that was left out."""
 
 
 class _Update(NamedTuple):
@@ -34,28 +34,18 @@ class _Update(NamedTuple):
 
 
 class FiniteCheck:
-    """Reads the status of each update.
+    """Reads the status of each update, shape ()."""
 
-    A status has shape (devices + 1,): for each device 1 where gradients of its replica are known not to be finite; at
-    last ``MADE``, ``SCALED``, or nan for an update that was left out.
-
-    Args:
-        home: Where statuses are.
-        devices: One per replica, for messages.
-        rule: One of ``RULES``.
-    """
-
-    def __init__(self, home: torch.device, devices: Sequence[torch.device], *, rule: str) -> None:
+    def __init__(self, home: torch.device, *, rule: str) -> None:
         self.is_on = rule != "ignore"
         self.is_whole = rule == "raise"
         """Whether updates are to wait for all gradients. Waiting exposes the whole update, 6% of a BERT's step: under
         "skip" it begins with the first update that has cost a part of its values."""
         self.num_skipped = 0
         self._raises = rule == "raise"
-        self._devices = list(devices)
         self._lag = LAG if home.type == "cuda" else 0
         # Not where a default device would have it.
-        self._rows = torch.zeros(self._lag + 1, len(devices) + 1, device="cpu", pin_memory=home.type == "cuda")
+        self._rows = torch.zeros(self._lag + 1, device="cpu", pin_memory=home.type == "cuda")
         self._queued: deque[_Update] = deque()
         self._num_in_row = 0
         self._error: NonFiniteError | None = None
@@ -102,27 +92,23 @@ class FiniteCheck:
             self._judge(update)
 
     def _judge(self, update: _Update) -> None:
-        *found, value = update.status.tolist()
-        places = [f"{d} (replica {i})" for i, (d, is_bad) in enumerate(zip(self._devices, found)) if is_bad]
-        if value == SCALED:
-            self.num_skipped += 1
-        elif math.isnan(value) or places:
-            self._note_left_out(update, places)
-        else:
+        value = update.status.item()
+        if value == MADE:
             self._num_in_row = 0
-
-    def _note_left_out(self, update: _Update, places: list[str]) -> None:
+            return
         self.num_skipped += 1
+        if value != SCALED:
+            self._note_left_out(update.number, is_partial=value == PARTLY)
+
+    def _note_left_out(self, number: int, *, is_partial: bool) -> None:
         self._num_in_row += 1
-        is_partial = not math.isnan(update.status[-1])
         if is_partial:
             self.is_whole = True
         is_last = self._num_in_row >= MAX_IN_ROW
         if not (self._raises or is_last or self._num_in_row == 1):
             return
-        where = f" of {' and '.join(places)}" if places else ""
         message = (
-            f"TrainStep: the loss and all gradients must be finite, got others in update {update.number}{where}. "
+            f"TrainStep: the loss and all gradients must be finite, got others in update {number}. "
             f"{_PARTLY if is_partial else _LEFT_OUT} {_ADVICE}"
         )
         if self._raises:

@@ -15,7 +15,7 @@ from everygpu.parallel.buckets.plan import BucketPlan, KeptBucket, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
-from everygpu.torch_private.tensors import foreach_norm, num_storage_uses
+from everygpu.torch_private.tensors import num_storage_uses
 
 PerDevice = list[Tensor]
 
@@ -187,12 +187,6 @@ class FlatParameters:
     def note_grads(self, touched: set[int]) -> None:
         """Have ``touched`` return these, too, whose gradients were written where torch doesn't count it."""
         increment_version([self._grad_slots[0][i] for i in sorted(touched)])
-
-    def find_nonfinite(self) -> Tensor:
-        """Return for each replica 1 if its gradients are not finite, else 0; shape (replicas,), on the first device."""
-        norms = [torch.stack([n.float() for n in foreach_norm(column, 2)]).sum() for column in zip(*self.grads)]
-        found = torch.stack([comm.copy(norm, self.devices[0]) for norm in norms])
-        return (found * 0 != 0).float()
 
     def reduce(self) -> None:
         """Add the gradients up: each device gets the sum of its own chunk."""

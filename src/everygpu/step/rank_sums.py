@@ -19,11 +19,7 @@ class RankSums:
     Buckets are added up where backward leaves them, without a copy. A recording has no sums in it, as NCCL ends no
     process group that a CUDA graph refers to: it has an event for each bucket, which the sum waits for.
 
-    Args:
-        group: The ranks.
-        flat_params: Parameters and gradients, on one device.
-    Source:
-        ``DistributedDataParallel``'s reducer, with ``gradient_as_bucket_view=True``.
+    Source: ``DistributedDataParallel``'s reducer, with ``gradient_as_bucket_view=True``.
     """
 
     def __init__(self, group: Group, flat_params: FlatParameters) -> None:
@@ -44,11 +40,7 @@ class RankSums:
 
     @contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Add up the gradients of a backward within; at the end the current stream waits for the sums.
-
-        Raises:
-            CallError: from backward, where a parameter gets a second gradient after its bucket was sent.
-        """
+        """Add up the gradients of a backward within; at the end the current stream waits for the sums."""
         self._begin()
         handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._params]  # type: ignore[no-untyped-call]
         try:

@@ -51,10 +51,7 @@ class _Recorded(NamedTuple):
 class RecordableStep(Recordable[Tensor]):
     """A ``TrainStep`` as ``Capture`` sees it: the backward, and the update where kernels do it all.
 
-    Args:
-        step: The step.
-        strategy: Its own.
-        must: Hooks are left out where there are any: the caller has said so.
+    ``must`` has hooks left out where there are any: the caller has said so.
     """
 
     def __init__(self, step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> None:
@@ -95,18 +92,17 @@ class RecordableStep(Recordable[Tensor]):
         proof = self._prove_hooks(batch)
         draw_seeds(self.roots(), self._step.model.replica_devices)
         try:
-            return graph.record(lambda: self._run(batch.read(), prepared))._replace(proof=proof)
+            recorded = graph.record(lambda: self._run(batch.read(), prepared))
         except Exception as error:
             raise _at_users_line(error) from error
         finally:
             self._strategy.flat_params.put_back()
+        if recorded.update is not None:
+            recorded.update.finish_recording()
+        return recorded._replace(proof=proof)
 
     def _prove_hooks(self, batch: StaticBatch) -> ForwardProof | None:
-        """Return the proof that a launch does what hooks of forward do; None where there are none.
-
-        Raises:
-            CaptureError: it doesn't, or hooks are the loss's.
-        """
+        """Return the proof that a launch does what hooks of forward do; None where there are none."""
         step, model = self._step, self._step.model
         first, *others = self.roots()
         if self._must or (find_hooks([first]) is None and find_hooks(others) is None):
@@ -156,7 +152,6 @@ class RecordableStep(Recordable[Tensor]):
             if self._step._num_batches == 0:
                 self._strategy.begin()
             return True
-        recorded.update.finish_recording()
         self._strategy.prepare_update()
         if self._step._replica_check is not None:
             self._step._replica_check.before_update()
@@ -192,13 +187,7 @@ def _route_of(model: DataParallel) -> ScatterSpec:
 
 
 def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
-    """Return what records a step's work; None where that can't be recorded.
-
-    Args:
-        step: The step, as far as it is made.
-        strategy: Its own.
-        must: Raise where a step can't be recorded.
-    """
+    """Return what records the work of a step, as far as that is made; None where it can't be recorded."""
     model = step.model
     if not strategy.is_spread:
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")

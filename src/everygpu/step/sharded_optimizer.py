@@ -161,12 +161,7 @@ class ShardedOptimizer(Optimizer):
             )
 
     def attach(self, params: Sequence[Tensor], shards: Shards) -> None:
-        """Move the state to other shards.
-
-        Args:
-            params: The parameters in these shards.
-            shards: They have no state yet.
-        """
+        """Move the state to other shards, which have none yet."""
         self._fill_state()
         self._params, self._shards = list(params), shards
         self._spread_state()
@@ -341,11 +336,7 @@ class _ChunkShards(Shards):
         self.memory = memory
 
     def step_alone(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Update the parameters from their gradients, both on the primary device.
-
-        Raises:
-            OptimizerError: a gradient is sparse.
-        """
+        """Update the parameters from their gradients, both on the primary device."""
         memory = self.memory
         grads = [p.grad for p in memory.params]
         for index, grad in enumerate(grads):

@@ -34,13 +34,8 @@ class ShardedUpdate:
     """Each device holds, reduces and updates its share of the parameters.
 
     With a stock optimizer nothing is spread: gradients are the parameters' own, on the primary device, as in a plain
-    loop.
-
-    Args:
-        model: Runs the replicas.
-        optimizer: A ``ShardedOptimizer`` for the same devices, or a stock one.
-        fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
-        settles: The stock optimizer may step itself as well.
+    loop. ``fixed`` keeps the replicas' tensors at their addresses, for CUDA graphs; ``settles``: the optimizer may as
+    well step itself.
     """
 
     def __init__(
@@ -105,11 +100,7 @@ class ShardedUpdate:
         self.flat_params.begin()
 
     def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
-        """Add the gradients of a backward within up over ranks, where that can go on beside it.
-
-        Args:
-            is_only: It is the only one of its update.
-        """
+        """Add the gradients of a backward within up over ranks beside it, where it is the only one of its update."""
         self._is_added_up = is_only and self._rank_sums is not None
         return nullcontext() if self._rank_sums is None or not is_only else self._rank_sums.adding_up()
 
@@ -125,15 +116,6 @@ class ShardedUpdate:
     def take_flags(self, flags: Tensor | None) -> None:
         """Take note of all ranks' flags, added up."""
         self._flags = flags
-
-    def find_nonfinite(self) -> Tensor | None:
-        """Tell, before ``reduce``, which replicas' gradients are not finite; None where there is nothing to tell apart.
-
-        Returns:
-            Shape (replicas,), on the first device: 1 where they are not, else 0.
-        """
-        flat_params = self.flat_params
-        return flat_params.find_nonfinite() if len(flat_params.devices) > 1 and flat_params.plans else None
 
     def reduce(self) -> list[Share]:
         """Add the gradients of all replicas up, and return each device's part."""
@@ -237,12 +219,7 @@ class ShardedUpdate:
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
     def early_update(self, *, beside: bool, checks: bool) -> EarlyUpdate | None:
-        """Return what queues reduction and update with a backward that is recorded; None where that can't be.
-
-        Args:
-            beside: On several devices, update beside backward, not only reduce.
-            checks: Leave out what isn't finite.
-        """
+        """Return what queues reduction and update with a backward that is recorded; None where that can't be."""
         shards = self._shards
         if self._sharded is None or self._early_options() is None:
             return None
@@ -250,9 +227,8 @@ class ShardedUpdate:
             return None
         # A step that is left out: what it makes and loads isn't to be made and loaded while recording.
         shards.step(self._touched, [torch.ones((), dtype=torch.float32, device=d) for d in shards.devices])
-        if len(shards.devices) == 1:
-            return UpdateInPlace(self.flat_params, shards, checks=checks)
-        return UpdateByChunks(self.flat_params, shards, self._touched, beside=beside, checks=checks)
+        kind = UpdateInPlace if len(shards.devices) == 1 else UpdateByChunks
+        return kind(self.flat_params, shards, self._touched, beside=beside, checks=checks)
 
     def prepare_update(self) -> None:
         """Have an update that is recorded take the learning rates of now."""

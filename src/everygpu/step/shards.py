@@ -104,15 +104,10 @@ class Fragment:
 
 
 class Shards:
-    """The optimizers of all devices.
+    """The optimizers of all devices: the stock one's options are read at every step, and its state moves here.
 
-    Args:
-        optimizer: The stock one. Its groups' options are read at every step; its state moves here.
-        params: Its parameters, in order.
-        plans: Their buckets.
-        values: For each bucket, one chunk per device of shape (chunk_numel,), holding the parameters.
-        grads: Likewise, for the gradients.
-        fuses: Step by torch's fused kernels where they can serve.
+    ``values`` and ``grads`` are chunks, one per device for each bucket; ``fuses`` has torch's fused kernels used where
+    they can serve.
     """
 
     def __init__(
@@ -165,13 +160,8 @@ class Shards:
         self.follow(self._stock.param_groups)
 
     def prepare(self, options: Sequence[Mapping[str, Any]], touched: Collection[int]) -> bool:
-        """Take on the learning rate and all else that schedulers and users may have changed, before a step.
-
-        Args:
-            options: The stock optimizer's groups as they are now.
-            touched: Parameters that have a gradient.
-        Returns:
-            Whether the step can be left out on the devices: see ``found_inf``.
+        """Take on what schedulers and users may have changed in the groups, before a step of the parameters that have a
+        gradient; tell whether that can be left out on the devices: see ``found_inf``.
         """
         self._separate(frozenset(touched))
         self._known |= frozenset(touched)
@@ -258,26 +248,18 @@ class Shards:
                 group["params"] = [f.param for f in fragments if f.group == k]
 
     def fixed_options(self, options: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]] | None:
-        """Return all that recorded kernels can't take from the device: the learning rate they can.
-
-        Returns:
-            For each group; None where an option is a tensor, which may change unnoticed.
+        """Return all that recorded kernels can't take from the device, as they can the learning rate; None where an
+        option is a tensor, which may change unnoticed.
         """
         names = [name for name in self._stock.defaults if name != "lr"]
-        found = [tuple(group.get(name) for name in names) for group in options]
+        found = [tuple(map(group.get, names)) for group in options]
         values = [
             v for row in found for value in row for v in (value if isinstance(value, (tuple, list)) else (value,))
         ]
-        return None if any(isinstance(v, Tensor) for v in values) else found
+        return None if [v for v in values if isinstance(v, Tensor)] else found  # no generator: it runs in every step
 
     def collect_state(self, home: torch.device) -> dict[Tensor, State]:
-        """Put the state together as the stock optimizer would have it.
-
-        Args:
-            home: Where joined tensors go.
-        Returns:
-            From each parameter that has a state to it.
-        """
+        """Put the state of each parameter that has one together as the stock optimizer would have it, on ``home``."""
         found: dict[int, State] = {}
         for fragments, optimizer in zip(self.fragments, self.optimizers):
             for f in fragments if optimizer is not None else ():

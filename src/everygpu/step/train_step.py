@@ -122,9 +122,8 @@ class TrainStep:
         self._was_launched = False
         self._last_loss = torch.full((), float("nan"), device=self._home)
         self._stopwatch = Stopwatch(self._home)
-        devices = self.model.replica_devices
-        self._finite_check = FiniteCheck(self._home, devices, rule=on_nonfinite)
-        self._updater = Updater(self._strategy, devices, self._scale, self._finite_check, self._stopwatch)
+        self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
+        self._updater = Updater(self._strategy, self._home, self._scale, self._finite_check, self._stopwatch)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 

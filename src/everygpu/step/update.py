@@ -26,10 +26,7 @@ class Share:
 class LossScale:
     """Keeps small gradients of float16 from vanishing: the loss is multiplied, the gradients divided again.
 
-    Args:
-        device: Where the loss is.
-    Source:
-        ``torch.amp.GradScaler``, whose numbers and state these are. Here nothing waits for the device.
+    Source: ``torch.amp.GradScaler``, whose numbers and state these are. Here nothing waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,11 +38,7 @@ class LossScale:
         return loss * comm.copy(self.value, loss.device)
 
     def unscale(self, shares: Sequence[Share]) -> Tensor:
-        """Divide gradients in place.
-
-        Returns:
-            Shape (): 1 where any gradient is not finite, else 0.
-        """
+        """Divide gradients in place; return, shape (), 1 where any gradient is not finite, else 0."""
         found = [self._unscale(share) for share in shares if share.grads]
         home = self.value.device
         copies = [comm.copy(f, home) for f in found]
@@ -78,11 +71,7 @@ class LossScale:
 
 
 def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
-    """Return the norm of all gradients as if they were one vector, shape ().
-
-    Source:
-        ``torch.nn.utils.get_total_norm``, over several devices.
-    """
+    """Return the norm of all devices' gradients as if they were one vector, as ``torch.nn.utils.get_total_norm``."""
     norms: list[Tensor] = [comm.copy(norm_of(share.grads), home) for share in shares if share.grads]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=home)
@@ -90,11 +79,7 @@ def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what a gradient of some norm is multiplied by for it to be at most ``max_norm``; shape ().
-
-    Source:
-        ``torch.nn.utils.clip_grads_with_norm_``.
-    """
+    """Return what a gradient is multiplied by to have at most ``max_norm``, as in ``clip_grads_with_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -125,11 +110,7 @@ def prefer_fused(optimizer: Optimizer) -> None:
 
 
 def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Sequence[Tensor]) -> None:
-    """Step an optimizer; not where ``found_inf``, of shape (), is not 0, for which the host waits if need be.
-
-    Args:
-        updated: The parameters with gradients.
-    """
+    """Step an optimizer; not where ``found_inf``, of shape (), is not 0, for which the host waits if need be."""
     # torch's fused kernels refuse these.
     if any(p.grad is not None and (p.grad.is_sparse or p.grad.dtype is not p.dtype) for p in updated):
         for group in optimizer.param_groups:

@@ -1,7 +1,5 @@
 """From the gradients of some batches to new parameters."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -14,31 +12,22 @@ from everygpu.step.update import LossScale, clip_factor, multiply, total_norm
 
 
 class Updater:
-    """Adds gradients up, checks and clips them, and steps the optimizer.
-
-    Args:
-        strategy: Where the gradients are.
-        devices: One per replica; the loss is on the first.
-        scale: Of the loss, under float16.
-        check: Reads whether updates were finite.
-        stopwatch: Of the step.
-    """
+    """Adds gradients up, checks and clips them, and steps the optimizer."""
 
     def __init__(
         self,
         strategy: ShardedUpdate,
-        devices: Sequence[torch.device],
+        home: torch.device,
         scale: LossScale | None,
         check: FiniteCheck,
         stopwatch: Stopwatch,
     ) -> None:
         self.num_steps = 0
-        self.norm = torch.full((), float("nan"), dtype=torch.float32, device=devices[0])
+        self.norm = torch.full((), float("nan"), dtype=torch.float32, device=home)
         """Of the last gradient, before it was clipped."""
         self._strategy = strategy
-        self._home = devices[0]
-        self._made = torch.full((), MADE, dtype=torch.float32, device=devices[0])
-        self._no_places = torch.zeros(len(devices), dtype=torch.float32, device=devices[0])
+        self._home = home
+        self._made = torch.full((), MADE, dtype=torch.float32, device=home)
         self._scale = scale
         self._check = check
         self._stopwatch = stopwatch
@@ -55,12 +44,7 @@ class Updater:
 
     @torch.no_grad()
     def run(self, factor: float | Tensor, clip_norm: float | None) -> None:
-        """Update from all gradients since the last one.
-
-        Args:
-            factor: What they are multiplied by.
-            clip_norm: The largest norm that they may have then.
-        """
+        """Update from all gradients since the last one, multiplied by a factor, then clipped."""
         losses, self._losses = self._losses, None
         self.num_steps += 1
         with running("update", self._home):
@@ -68,12 +52,7 @@ class Updater:
         self._stopwatch.mark("update")
 
     def finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
-        """Take note of an update that a recording has queued.
-
-        Args:
-            status: Of the update; see ``FiniteCheck``.
-            norm: Of the gradient, where it had to be known.
-        """
+        """Take note of an update that a recording has queued, and of its norm where that had to be known."""
         self.num_steps += 1
         if norm is not None:
             self.norm = norm.clone()  # a recording's own is written anew by each launch
@@ -82,7 +61,6 @@ class Updater:
 
     def _run(self, factor: float | Tensor, clip_norm: float | None, losses: Tensor | None) -> None:
         looks = losses is not None and self._scale is None  # a scale looks at all itself
-        places = self._strategy.find_nonfinite() if looks else None
         shares = self._strategy.reduce()
         self._stopwatch.mark("reduce")
         if isinstance(factor, Tensor) or factor != 1:
@@ -99,8 +77,7 @@ class Updater:
         if self._scale is not None and found_inf is not None:
             self._scale.update(found_inf)
         if value is not None:
-            places = self._no_places if places is None else places.masked_fill(~value.isnan(), 0)
-            self._check.submit(self.num_steps, torch.cat([places, value.view(1)]))
+            self._check.submit(self.num_steps, value)
 
     def _judge(self, losses: Tensor, found_inf: Tensor | None) -> Tensor:
         """Return the value of the status; see ``FiniteCheck``."""

@@ -12,17 +12,7 @@ from everygpu.ranks.group import Group
 
 
 class BatchWeights:
-    """Makes an update's gradient the mean over all rows of its batches, not a mean of their means.
-
-    Args:
-        weight: Called with a batch's inputs and targets; see ``weigh_batch`` where it is left out.
-        group: The ranks; None for a process alone.
-        home: Where the loss is.
-        dim: Where the rows of a batch are.
-        num_devices: Of this process.
-        module: The model.
-        loss: Called with the output and the targets; None where the model returns it.
-    """
+    """Makes an update's gradient the mean over all rows of its batches, not a mean of their means."""
 
     def __init__(
         self,

@@ -101,8 +101,8 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) 
 
 
 @pytest.mark.parametrize("make", [Net, Custom, Hidden, Keeping, Writing, WritingUncounted])
-def test_parameters_are_those_of_the_step(either_way: Devices, make: Any) -> None:
-    used = either_way(3)
+def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
+    used = recording(3)
     plain, ours = train(make, used, "threads"), train(make, used, "graphs")
     training.compare(ours, plain)
     assert len(ours[0]._engine.recorder.capture._recordings) == 1
@@ -110,15 +110,15 @@ def test_parameters_are_those_of_the_step(either_way: Devices, make: Any) -> Non
     KEPT.clear()
 
 
-def test_rows_that_are_written_as_they_are_looked_up(either_way: Devices) -> None:
+def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(40, 8, max_norm=0.5), nn.Linear(8, 12))
 
-    used = either_way(2)
+    used = recording(2)
     training.compare(train(make, used, "graphs"), train(make, used, "threads"))
 
 
-def test_replicas_are_as_before(either_way: Devices) -> None:
-    model, _ = train(Net, either_way(2), "graphs")
+def test_replicas_are_as_before(recording: Devices) -> None:
+    model, _ = train(Net, recording(2), "graphs")
     for replica in model._engine.recorder._modules:
         assert all(type(p) in (Tensor, nn.Parameter) for p in replica.parameters())

@@ -218,9 +218,12 @@ def _allowed_events(events: frozenset[str], blocks: Sequence[str]) -> frozenset[
 
 
 def _allowed_blocks(names: Sequence[str], *, kind: str, loop: str) -> tuple[str, ...]:
-    """Replace blocks that torch itself refuses in such a program."""
+    """Replace blocks that torch or ``DataParallel`` refuses in such a program."""
     found = list(names)
     # torch: "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()".
     if loop in PENALTIES or loop == "gradients by autograd.grad" or kind != "classifier":
         found = ["checkpoint" if name == "reentrant checkpoint" else name for name in found]
+    # "SyncBatchNorm: gradients can't be differentiated again".
+    if loop in PENALTIES:
+        found = ["checkpoint" if name == "synchronised norm" else name for name in found]
     return tuple(found)

@@ -18,11 +18,7 @@ from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGrap
 
 
 class CompileOnce:
-    """A compiler backend that gives alike graphs on several devices the same code.
-
-    Args:
-        backend: Compiles a graph.
-    """
+    """A compiler backend that gives alike graphs on several devices the same code."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

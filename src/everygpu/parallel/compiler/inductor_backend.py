@@ -44,12 +44,9 @@ class MultiDeviceGraph:
 
 
 class GraphPart:
-    """A forward or backward graph, with a version of its code for each GPU it has run on.
+    """A forward or backward graph, with a version of its code for each GPU it has run on, made by ``load``.
 
-    Args:
-        home: Index of the GPU it was compiled for; None when it is for no other.
-        run: Takes a list of inputs, which it empties.
-        load: Makes a version for another GPU.
+    ``home`` is the GPU it was compiled for, None when it is for no other; ``run`` empties its list of inputs.
     """
 
     def __init__(
@@ -92,11 +89,7 @@ class GraphPart:
 
 
 class InductorBackend:
-    """A backend for ``torch.compile``: Inductor, with graphs that run on every GPU of a kind.
-
-    Args:
-        options: Inductor's, as in ``torch.compile(options=…)``; CUDA graphs are left out.
-    """
+    """A backend for ``torch.compile``: Inductor without CUDA graphs; what it makes runs on every GPU of a kind."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {**options, "triton.cudagraphs": False}

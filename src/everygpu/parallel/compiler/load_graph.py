@@ -40,16 +40,9 @@ _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 
 
 def retarget(source: str, old: int, new: int) -> str | None:
-    """Rewrite generated code for another GPU.
+    """Rewrite what Inductor generated for one GPU for another; None where another index may not be all it takes.
 
-    Args:
-        source: What Inductor generated for one GPU.
-        old: The index of that GPU.
-        new: The index of the other.
-    Returns:
-        The source with the other index; None where that may not be all it takes.
-    Source:
-        ``torch/_inductor/codegen/wrapper.py`` and ``codegen/cuda/device_op_overrides.py``.
+    Source: ``torch/_inductor/codegen/wrapper.py`` and ``codegen/cuda/device_op_overrides.py``.
     """
     found = list(_NAMED.finditer(source))
     if _GUARD not in source or any(int(match["index"]) != old for match in found):
@@ -60,12 +53,7 @@ def retarget(source: str, old: int, new: int) -> str | None:
 
 
 def unsupported_reason(compiled: Any, example_inputs: Sequence[Any]) -> str | None:
-    """Tell why a compiled graph can't be loaded for another GPU; None when it can.
-
-    Args:
-        compiled: torch's ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13.
-        example_inputs: What it was compiled for.
-    """
+    """Tell why a ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13, can't be loaded for another GPU."""
     if not switches.is_on(switches.COMPILES_ONCE):
         return f"loading graphs for further GPUs is off, or not tried with torch {torch.__version__}"
     if not all(isinstance(x, Tensor | int | torch.SymInt) for x in example_inputs):
@@ -86,15 +74,10 @@ def unsupported_reason(compiled: Any, example_inputs: Sequence[Any]) -> str | No
 def load_version(
     compiled: Any, index: int, options: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> Callable[[list[Any]], Any]:
-    """Load a compiled graph again, for another GPU.
+    """Load a compiled graph without an ``unsupported_reason`` again, for another GPU, with Inductor's options and what
+    it was compiled with.
 
-    Args:
-        compiled: A ``CompiledFxGraph`` without an ``unsupported_reason``.
-        index: The other GPU.
-        options: Inductor's options.
-        kwargs: What the graph was compiled with.
-    Source:
-        What ``torch._inductor.codecache.FxGraphCache`` does with a graph from its cache on disk.
+    Source: what ``torch._inductor.codecache.FxGraphCache`` does with a graph from its cache on disk.
     """
     source = retarget(compiled.source_code, next(iter(compiled.device_idxs)), index)
     version, constants = copy.copy(compiled), _Constants(torch.device("cuda", index))

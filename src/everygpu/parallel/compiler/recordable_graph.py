@@ -51,11 +51,7 @@ def is_argument(name: str) -> bool:
 
 
 def reason_in_python(trace: Any) -> str | None:
-    """Name a write to Python's state, which a recording doesn't repeat, or a number that the host draws.
-
-    Args:
-        trace: As ``torch_private.dynamo.current_trace`` returns it.
-    """
+    """Name a write to Python's state, which a recording doesn't repeat, or a number that the host draws."""
     if trace.random_calls:
         return "forward draws a random number on the host, which a recording keeps"
     effects = trace.side_effects
@@ -109,9 +105,6 @@ def reads_environment(code: CodeType) -> bool:
 def reason_in_graph(graph: Any) -> str | None:
     """Name what a CUDA graph can't repeat among a trace's operations: code that can't be seen, values that are read
     back, writes to an argument, work on the host.
-
-    Args:
-        graph: One of Dynamo's graphs, whose parameters are inputs.
     """
     written = (n for n in inputs_of(graph) if is_written(n) and is_argument(source_of(n)))
     if (node := next(written, None)) is not None:

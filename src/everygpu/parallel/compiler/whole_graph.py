@@ -114,9 +114,6 @@ class WholeGraph:
     hooks on tensors. A module that is compiled, or has a compiled module below it, is refused.
 
     ``prove`` holds Dynamo's lock; ``holds`` may run in several threads, but not beside a ``prove`` of the same object.
-
-    Args:
-        module: What is called. Any device; nothing is run on it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -124,17 +121,11 @@ class WholeGraph:
         self._proof: _Proof | None = None
 
     def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, any_shapes: bool = False) -> str | None:
-        """Trace one call, in seconds, without running it; not while a thread captures a CUDA graph, as Dynamo reads
-        the state of the GPU's random numbers.
+        """Trace one call, in seconds, without running it; return the reason, in one line, if it may not be recorded.
 
-        Args:
-            args: The call's positional arguments: tensors of any shape, guarded by shape, stride, dtype and device;
-                numbers and strings are guarded by value.
-            kwargs: The call's keyword arguments.
-            any_shapes: Guard only what the trace depends on in shapes and numbers. It takes twice as long, and isn't
-                possible for every module.
-        Returns:
-            None if the call may be recorded; else the reason, in one line.
+        Not while a thread captures a CUDA graph, as Dynamo reads the state of the GPU's random numbers. Tensors are
+        guarded by shape, stride, dtype and device, numbers and strings by value. ``any_shapes`` guards only what the
+        trace depends on in shapes and numbers: it takes twice as long, and isn't possible for every module.
         """
         self._proof = None
         try:
@@ -148,12 +139,7 @@ class WholeGraph:
         return None
 
     def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Check the guards for another call, in microseconds, without tracing; False without a proof.
-
-        Args:
-            args: As for ``prove``.
-            kwargs: As for ``prove``.
-        """
+        """Check the guards for another call, in microseconds, without tracing; False without a proof."""
         return self._proof is not None and torch_settings() == self._proof.settings and self.still_holds(args, kwargs)
 
     def still_holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -228,24 +214,15 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 
 
 def _tensor_reader(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Tensor, ...]]:
-    """Make the function that reads tensors where Dynamo has found them, from what a call gets.
-
-    Args:
-        sources: Python over ``L``, what the call gets, and ``G``, globals.
-        scope: The globals.
-    """
+    """Make what reads tensors where Dynamo has found them: Python over ``L``, what a call gets, and ``G``, globals."""
     items = "".join(f"{source}, " for source in sources)
     read: Callable[[dict[str, Any]], tuple[Tensor, ...]] = eval(f"lambda L: ({items})", {"G": scope})
     return read
 
 
 def _class_reader(classes: set[type], codes: list[CodeType]) -> Callable[[], tuple[Any, ...]]:
-    """Make the function that reads what Dynamo takes to stay as it is in classes: the number of their attributes, and
-    the functions whose code was traced.
-
-    Args:
-        classes: Those of all objects that a trace has met.
-        codes: What it went through.
+    """Make what reads the part of classes that Dynamo takes to stay as it is, of all objects that a trace has met:
+    the number of their attributes, and the functions whose code was traced.
     """
     traced = set(map(id, codes))
     spaces = [vars(base) for base in {base for owner in classes for base in owner.__mro__}]

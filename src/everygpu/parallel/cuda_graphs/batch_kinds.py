@@ -32,12 +32,7 @@ logger = logging.getLogger("everygpu")
 
 
 class BatchKinds:
-    """Counts the batches of each kind that have come and run without a recording.
-
-    Args:
-        name: What messages call the steps' owner.
-        devices: What recordings take memory of.
-    """
+    """Counts the batches of each kind that have come and run without a recording."""
 
     def __init__(self, name: str, devices: Sequence[torch.device]) -> None:
         self._name = name

@@ -30,10 +30,8 @@ class CaptureLock:
             self._catch_up_if_free()
 
     def run_between(self, function: Callable[[], None]) -> None:
-        """Call a function that waits for all of a GPU's streams, which CUDA forbids while one of them is captured.
-
-        Args:
-            function: Called at once, or, while a thread holds the lock, by that thread later.
+        """Call a function that waits for all of a GPU's streams, which CUDA forbids while one of them is captured: at
+        once, or, while a thread holds the lock, by that thread later.
         """
         self._pending.append(function)
         self._catch_up_if_free()

@@ -20,19 +20,14 @@ ALLOWED_SHARE = 0.1
 """What part of a run they may take besides: a language model with twelve lengths takes 3 to 4 s for each."""
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of the first replica."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of the first replica."""
 
 
 class ForwardProof:
-    """The proof behind one recording: replicas do with their rows what the first one does with its own.
+    """The proof behind one recording: replicas do with their rows what the first one does with its own."""
 
-    Args:
-        graph: Has proven it.
-        call: The first replica's arguments.
-    """
-
-    def __init__(self, graph: WholeGraph, call: Call) -> None:
+    def __init__(self, graph: WholeGraph, call: Arguments) -> None:
         self._graph, self._call = graph, call
 
     def holds(self) -> bool:
@@ -56,12 +51,9 @@ class ForwardProofs:
         return self._known(*_first_call(batch, spec)) is not None
 
     def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec, *, is_first: bool) -> ForwardProof | str:
-        """Return a proof, or why there is none.
+        """Return a proof for the first replica's part of a batch, or why there is none.
 
         Args:
-            module: The first replica.
-            batch: What is recorded, of all replicas.
-            spec: How that is cut.
             is_first: Nothing is recorded now: proofs that don't hold are of no use any more.
         """
         call = _first_call(batch, spec)
@@ -80,7 +72,7 @@ class ForwardProofs:
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeGraph | None:
         return next((graph for graph in self._graphs if graph.holds(args, kwargs)), None)
 
-    def _prove(self, module: nn.Module, call: Call, *, is_first: bool) -> ForwardProof | str:
+    def _prove(self, module: nn.Module, call: Arguments, *, is_first: bool) -> ForwardProof | str:
         if is_first:
             self._graphs, self._num_open = [], 0
         graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
@@ -99,7 +91,7 @@ class ForwardProofs:
         return ForwardProof(graph, call)
 
 
-def _first_call(batch: Batch, spec: ScatterSpec) -> Call:
+def _first_call(batch: Batch, spec: ScatterSpec) -> Arguments:
     args, kwargs, _ = batch
     call = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)
     return call.args[0], call.kwargs[0]

@@ -21,7 +21,7 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """A module's tables of hooks that its calls run."""
 
-_WRITES = 5
+_WRITES = 6
 """Where a guard key has the versions of frozen parameters."""
 
 _GLOBAL_HOOKS = (
@@ -30,6 +30,8 @@ _GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+
+_read_global_hooks = operator.attrgetter(*_GLOBAL_HOOKS)
 
 BACKEND_PATHS = (
     "cuda.matmul.fp32_precision",
@@ -44,7 +46,9 @@ BACKEND_PATHS = (
 """Settings in ``torch.backends``; precisions by the one way to ask that never raises, whichever way they were set."""
 SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 """Kernels of attention."""
+_read_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 _read_backends = operator.attrgetter(*BACKEND_PATHS)
+_read_sdp = operator.attrgetter(*[f"{name}_sdp_enabled" for name in SDP_BACKENDS])
 
 
 class ModuleGuards:
@@ -76,12 +80,7 @@ class ModuleGuards:
         self._addresses = self._find_addresses()
 
     def is_current(self, roots: Sequence[nn.Module], *, addresses: bool = True) -> bool:
-        """Tell whether everything is as it was.
-
-        Args:
-            roots: The modules now.
-            addresses: Whether tensors have to be at the same addresses, too.
-        """
+        """Tell whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
         return (
             len(roots) == len(self._roots)
             and all(map(operator.is_, roots, self._roots))
@@ -128,7 +127,7 @@ class ModuleGuards:
             [t.stride() for t in self._dense],
             [t.dtype for t in self._dense],
             [t.requires_grad for t in self._tensors],
-            [has_hooks(t) for t in self._tensors],
+            *(list(map(bool, map(read, self._tensors))) for read in _read_hooks),
             [version_of(t) for t in self._fixed],
             [_identity_of(v) for o in self._objects for v in vars(o).values()],
         )
@@ -145,8 +144,7 @@ def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Ten
 
 def backend_settings() -> tuple[Any, ...]:
     """Return what is set at ``BACKEND_PATHS``, and which of ``SDP_BACKENDS`` are on."""
-    are_on = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDP_BACKENDS)
-    return (*_read_backends(torch.backends), *are_on)
+    return (*_read_backends(torch.backends), *[read() for read in _read_sdp(torch.backends.cuda)])
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -154,7 +152,8 @@ def torch_settings() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cuda", "cpu")),
+        *map(torch.is_autocast_enabled, ("cuda", "cpu")),
+        *map(torch.get_autocast_dtype, ("cuda", "cpu")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         *backend_settings(),
@@ -162,7 +161,7 @@ def torch_settings() -> tuple[Any, ...]:
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
         num_dispatch_modes(),
         top_saved_tensor_hooks() is None,
-        *(len(vars(torch_module)[table]) for table in _GLOBAL_HOOKS),
+        *map(len, _read_global_hooks(torch_module)),
     )
 
 
@@ -177,12 +176,7 @@ def is_observed() -> bool:
 
 
 def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False) -> str | None:
-    """Say where there is Python code that a launch wouldn't run.
-
-    Args:
-        roots: The modules, with all below them.
-        are_proven: Hooks of forward are part of what is proven.
-    """
+    """Say where there is Python code that a launch wouldn't run; hooks of forward may be part of what is proven."""
     tables = [table for table in HOOKS if not are_proven or table not in FORWARD_HOOKS]
     if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
         return "there are hooks on all modules, which a recording wouldn't call"
@@ -197,22 +191,15 @@ def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False) -> str |
 
 
 def referents(function: Any) -> tuple[Any, ...]:
-    """Return what a function's result depends on besides its arguments, one level deep: to be compared later.
-
-    Args:
-        function: See ``values_of``.
-    Returns:
-        Numbers and strings, and the identity of everything else; empty for what can't be looked into.
+    """Return what a function's result depends on besides its arguments, one level deep, to be compared later: numbers
+    and strings, and the identity of everything else; nothing for what can't be looked into.
     """
     return tuple(_identity_of(v) for v in values_of(function))
 
 
 def values_of(function: Any) -> list[Any]:
-    """List what a function refers to, one level deep.
-
-    Args:
-        function: Its globals, defaults and closure are looked at, a bound method's attributes, what a partial has, and
-            the attributes of another object that can be called. Modules are looked at elsewhere.
+    """List what a function refers to, one level deep: its globals, defaults and closure, a bound method's attributes,
+    what a partial has, and the attributes of another object that can be called. Modules are looked at elsewhere.
     """
     found: list[Any] = []
     if isinstance(function, nn.Module):

@@ -36,11 +36,7 @@ class DrawGate:
 
     @contextmanager
     def alone(self, limit_s: float) -> Iterator[bool]:
-        """Have those that draw wait within; False where one has not come to an end in time.
-
-        Args:
-            limit_s: How long it is waited for.
-        """
+        """Have those that draw wait within; False where one has not come to an end in time."""
         with self._changed:
             self._num_alone += 1
             is_alone = self._changed.wait_for(lambda: not self._num_drawing, limit_s)
@@ -57,11 +53,7 @@ DRAW_GATE = DrawGate()
 
 
 class HostGenerators:
-    """Random generators on the host that modules may draw from: the process's, and those among their attributes.
-
-    Args:
-        roots: The modules, with all below them.
-    """
+    """Random generators on the host that modules may draw from: the process's, and those among their attributes."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         numpy = sys.modules.get("numpy")
@@ -151,11 +143,7 @@ def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     It does so in the first call after a generator's state was set, by reading a random number back from the GPU, which
     can't be recorded. Dynamo sets the state, and so does a launch.
 
-    Args:
-        roots: The modules that take part.
-        devices: One per replica.
-    Source:
-        ``get_dropout_state`` in PyTorch's ``aten/src/ATen/native/cudnn/RNN.cpp``.
+    Source: ``get_dropout_state`` in PyTorch's ``aten/src/ATen/native/cudnn/RNN.cpp``.
     """
     if not any(isinstance(m, nn.RNNBase) and m.training and m.dropout for root in roots for m in root.modules()):
         return

@@ -16,8 +16,7 @@ from everygpu.parallel.buckets.memory import Use, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
-from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
+from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
 from everygpu.parallel.sharded.hooks import mark_recorded
 from everygpu.torch_private.autograd import are_batched
 
@@ -36,10 +35,7 @@ DIFFERENTIATED_AGAIN = "gradients are differentiated again (create_graph=True)"
 class Opaque:
     """An output that is no container but has tensors in it, such as a transformer's cache: each launch makes it anew.
 
-    Args:
-        value: Whose state can be pickled.
-    Raises:
-        Exception: it can't be, or has a parameter or another kind of tensor in it.
+    Raises where it can't be pickled, or has a parameter or another kind of tensor in it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -49,11 +45,7 @@ class Opaque:
         self._state = state.getvalue()
 
     def make(self, tensors: Iterator[Tensor]) -> Any:
-        """Make the object.
-
-        Args:
-            tensors: Gives what takes the place of ``tensors``, in order.
-        """
+        """Make the object, with others in place of ``tensors``, in order."""
         return _Unpickler(self._state, [next(tensors) for _ in self.tensors]).load()
 
 
@@ -116,12 +108,7 @@ class RecordedPass:
 
 
 class Launch:
-    """A forward that was launched. It goes backward once, from the outputs that were used in the steps before.
-
-    Args:
-        owner: Has launched it.
-        recorded: What was launched.
-    """
+    """A forward that was launched. It goes backward once, from the outputs that were used in the steps before."""
 
     def __init__(self, owner: "RecordedForward", recorded: RecordedPass) -> None:
         self.recorded = recorded
@@ -145,10 +132,8 @@ class Launch:
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the parameters' gradients.
+        """Return the parameters' gradients, given those of the tensors that were returned.
 
-        Args:
-            grads: Of the tensors that were returned, None for those that weren't used.
         Raises:
             CaptureError: the backward is another than the recorded one; later steps run in threads.
             RuntimeError: what backward reads was written since the launch.

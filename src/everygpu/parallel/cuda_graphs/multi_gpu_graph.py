@@ -33,9 +33,6 @@ class MultiGpuGraph:
     launches it in one call and can't deadlock as collectives can. Memory that is allocated while recording stays the
     graph's, at the same addresses.
 
-    Args:
-        devices: CUDA devices.
-        pool: The memory of another graph, to share; see ``next``.
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
         records one device.
@@ -52,16 +49,10 @@ class MultiGpuGraph:
     def record(self, function: Callable[[], T]) -> T:
         """Call a function; what it queues on the devices is recorded, and not run.
 
-        One thread at a time may do so; see ``CaptureLock``.
-
-        Args:
-            function: Has run before, so that libraries are loaded; may use threads, and streams beside the current
-                ones; but memory is the graph's only where it is made on the current ones.
-        Returns:
-            What the function returned; its tensors have their values after each ``replay``.
-        Raises:
-            Exception: the function's, or CUDA's where something can't be recorded. Memory is returned, and random
-                generators are as before; see ``has_replaced_generators``.
+        One thread at a time may do so; see ``CaptureLock``. The function has run before, so that libraries are loaded;
+        it may use threads, and streams beside the current ones; but memory is the graph's only where it is made on the
+        current ones. What it returns has its values after each ``replay``. Where it raises, memory is returned, and
+        random generators are as before; see ``has_replaced_generators``.
         """
         self._random = [_RandomState(d) for d in self._devices[1:]]
         comm.connect(self._devices)
@@ -166,9 +157,6 @@ class _RandomState:
 
     Launching a graph, torch fills it on the GPU's own stream, which the graph, launched on the first GPU's, doesn't
     wait for. So the same values are put there before: a small graph of the GPU's own has torch do so.
-
-    Args:
-        device: A CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu.comm.streams import kept_stream, queueing_on_each
 
 Register = Callable[[Tensor, Callable[[Tensor], None]], RemovableHandle]
-"""Registers a hook."""
+"""Has a function called with a tensor when its gradient is there."""
 
 
 class ReadyEvents:
@@ -18,9 +18,6 @@ class ReadyEvents:
 
     A recording knows dependencies, not the order of calls: work on the groups is queued after the backward, and
     depends on these moments only.
-
-    Args:
-        devices: CUDA devices, one per replica.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -47,12 +44,7 @@ class ReadyEvents:
 
     @contextmanager
     def watching(self, groups: Sequence[Sequence[Sequence[Tensor]]], register: Register) -> Iterator[None]:
-        """Note the moments of a backward within.
-
-        Args:
-            groups: For each group and replica, the tensors whose gradients count.
-            register: Has a function called with a tensor when its gradient is there.
-        """
+        """Note the moments of a backward within, for each group and replica the tensors whose gradients count."""
         handles = []
         for g, row in enumerate(groups):
             for j, tensors in enumerate(row):
@@ -71,10 +63,8 @@ class ReadyEvents:
     def run_beside(self, works: Mapping[int, Callable[[], None]]) -> None:
         """Queue each group's work beside what is left of the backward, and have the current streams wait for it.
 
-        Groups come in the order in which they are ready: one that comes too early holds up those behind it.
-
-        Args:
-            works: By group; each is called with the streams current that it is to be queued on.
+        Groups come in the order in which they are ready: one that comes too early holds up those behind it. Each is
+        called with the streams current that it is to be queued on.
         """
         streams = [kept_stream(d, "beside backward") for d in self._devices]
         now = [torch.cuda.current_stream(d).record_event() for d in self._devices]

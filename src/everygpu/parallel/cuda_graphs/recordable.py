@@ -52,16 +52,8 @@ def _seal(x: Any) -> Any:
 
 
 def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, module: nn.Module) -> None:
-    """Refuse an autograd graph without gradients of the leaves, or with some that no bundle can add up.
-
-    Args:
-        outputs: Of the forward that was recorded.
-        params: The originals, in whose place the forward has used leaves.
-        leaves: These.
-        module: The original.
-    Raises:
-        CaptureError: the graph reaches an original, another tensor whose gradient a launch would lose, a reentrant
-            checkpoint or a sparse gradient.
+    """Refuse an autograd graph that reaches a parameter in whose place leaves were to be used, another tensor whose
+    gradient a launch would lose, a reentrant checkpoint or a sparse gradient.
     """
     originals = set(map(id, params))
     known = {id(t) for rows in leaves for row in rows for t in row}
@@ -104,12 +96,7 @@ def _num_references(node: Any) -> int:
 
 
 def find_watched(outputs: list[Tensor], written: list[Tensor]) -> list[Tensor]:
-    """Find which tensors the graph behind outputs has saved for its backward.
-
-    Args:
-        outputs: That a recorded backward begins at.
-        written: Tensors that Python may write.
-    """
+    """Find which tensors, that Python may write, the graph behind outputs has saved for its backward."""
     saved = {t.untyped_storage().data_ptr() for node in _nodes(outputs) for t in _saved_by(node)}
     return [t for t in written if not t.is_inference() and t.untyped_storage().data_ptr() in saved]
 

@@ -15,6 +15,7 @@ from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
+from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
@@ -38,13 +39,11 @@ from everygpu.parallel.cuda_graphs.recordable import (
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
-from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
-from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
-from everygpu.parallel.engines.engine import RunOn
+from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync, why_not_sent
+from everygpu.parallel.engines.engine import EngineContext
 from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
-from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.sharded.hooks import mark_alias
 from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
@@ -69,38 +68,20 @@ class RecordedForward(Recordable[PerReplica]):
     once, as the forwards before were seen to: where these go backward in several ways, nothing is recorded.
 
     Args:
-        module: Gives the module to run now.
-        run: Runs replicas on a call's arguments.
-        make_replicas: Makes replicas whose parameters are leaves.
-        options: Gives what a recording depends on besides.
-        route: How batches are cut.
-        bucket_bytes: Size at which a group of parameters is closed.
+        context: What the wrapper gives its engine.
         proves: Record only what Dynamo proves to be the same in a recording.
     """
 
-    def __init__(
-        self,
-        module: Callable[[], nn.Module],
-        run: RunOn,
-        make_replicas: Callable[[Callable[[], Twins] | None], ReplicaSet],
-        options: Callable[[], Hashable],
-        route: ScatterSpec,
-        bucket_bytes: int,
-        *,
-        proves: bool = False,
-    ) -> None:
-        self._route, self._proves = route, proves
-        self._proofs = ForwardProofs()
-        self._module = module
-        self._make_replicas = make_replicas
-        self._options = options
+    def __init__(self, context: EngineContext, *, proves: bool = False) -> None:
+        self._context, self._module = context, context.module
+        self._route = route = context.spec()
         self._devices = route.devices
-        self._bucket_bytes = bucket_bytes
+        self._proves = proves
+        self._proofs = ForwardProofs()
         self._replicas: ReplicaSet | None = None
         self._modules: list[nn.Module] = []
         self._sync: ParameterSync | None = None
         self._use: weakref.ref[Use] | None = None
-        self._run = run
         self._used: dict[int, frozenset[int]] = {}
         """The outputs that backwards begin at, by how many there are: a small batch may have fewer replicas."""
         self._refused: str | None = None
@@ -183,10 +164,10 @@ class RecordedForward(Recordable[PerReplica]):
 
     def state(self) -> Hashable:
         # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
-        return self._options(), tuple(map(current_stream, self._devices))
+        return self._context.options(), tuple(map(current_stream, self._devices))
 
     def unsupported_reason(self) -> str | None:
-        return find_unsupported_tensor(self._module())
+        return find_unsupported_tensor(self._module()) or why_not_sent(self._trained(), self._devices)
 
     def may_record(self, batch: Batch) -> bool:
         return not self._proves or self._proofs.may_find(batch, self._route)
@@ -195,7 +176,7 @@ class RecordedForward(Recordable[PerReplica]):
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.
         fits = self._sync is not None and self._sync.fits(self._trained())
         if self._replicas is None or self._replicas.module is not self._module() or not fits:
-            self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
+            self._replicas = self._context.make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more unless by launches
         self._modules = self._replicas.refresh(range(len(self._devices)))
         leaves = [b.leaves() for b in self.sync.groups]
@@ -262,7 +243,7 @@ class RecordedForward(Recordable[PerReplica]):
         return [p for p in self._module().parameters() if p.requires_grad]
 
     def _make_twins(self) -> Twins:
-        self._sync = ParameterSync(self._trained(), self._devices, self._bucket_bytes)
+        self._sync = ParameterSync(self._trained(), self._devices, replica_bucket_bytes(self._context.bucket_cap_mb))
         return self._sync.twins()
 
     @property
@@ -283,7 +264,7 @@ class RecordedForward(Recordable[PerReplica]):
             group.put_back(row, home)
         at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
         with in_place_of(self._module(), at_home):
-            return self._run(self._replicas, args, kwargs)
+            return self._context.run(self._replicas, args, kwargs)
 
     def _prove(self, batch: StaticBatch) -> ForwardProof:
         """Return the proof that a launch does what the forward would do.
@@ -306,8 +287,7 @@ class RecordedForward(Recordable[PerReplica]):
         finally:
             graph.has_replaced_generators |= backward.has_replaced_generators
         for total in sums:
-            total.write_tables()
-            total.forget()
+            total.finish()
         return backward, grads
 
 
@@ -318,17 +298,7 @@ def _go_backward(
     sums: Sequence[GradReducer],
     devices: Sequence[torch.device],
 ) -> list[list[Grads]]:
-    """Go backward and add the gradients up; called by what records it.
-
-    Args:
-        outputs: Where backward begins.
-        seeds: Their gradients.
-        leaves: What gradients are taken of.
-        sums: What adds them up, for each bundle.
-        devices: One per replica.
-    Returns:
-        The gradients, for each bundle and device.
-    """
+    """Go backward from outputs and add the gradients up; return them for each bundle and device."""
     events = ReadyEvents(devices)
     with events.watching(leaves, _on_gradient):
         grads = _find_grads(outputs, seeds, leaves)
@@ -344,15 +314,7 @@ def _on_gradient(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
 
 
 def _find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
-    """Return the gradients of a recording's leaves, for each bundle and device.
-
-    Args:
-        outputs: Of all replicas, as recorded.
-        seeds: Their gradients.
-        leaves: Of the recording.
-    Raises:
-        CaptureError: a gradient is sparse.
-    """
+    """Return the gradients of a recording's leaves, for each bundle and device."""
     flat = [t for row in leaves for tensors in row for t in tensors]
     each = iter(torch.autograd.grad(outputs, flat, seeds, allow_unused=True))
     grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]

@@ -15,7 +15,7 @@ from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
-from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticBatch, describe_batch
+from everygpu.parallel.cuda_graphs.static_batch import Batch, Leaves, NotStatic, StaticBatch, describe_batch, leaves_of
 from everygpu.parallel.scatter.split import ScatterSpec
 
 MAX_ATTEMPTS = 12
@@ -149,8 +149,9 @@ class Capture(Generic[Result]):
         """
         if self.reason is not None or is_capturing() or (is_observed() and not self._must) or not self._passes_guards():
             return None
+        leaves = leaves_of(batch)
         try:
-            key = describe_batch(batch, self._route)
+            key = describe_batch(batch, self._route, leaves)
         except NotStatic as reason:
             if self._must or not self._kinds.has_recorded:
                 self._give_up(str(reason))
@@ -169,13 +170,13 @@ class Capture(Generic[Result]):
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
         spread_seeds(self._route.devices)
-        return None if recording is None else self._launch(recording, batch)
+        return None if recording is None else self._launch(recording, batch, leaves)
 
-    def _launch(self, recording: _Recording, batch: Batch) -> Result | None:
+    def _launch(self, recording: _Recording, batch: Batch, leaves: Leaves) -> Result | None:
         with recording.graph.may_replay() as may_replay:
             if not may_replay or not self._step.begin(recording.recorded):
                 return None
-            recording.batch.write(batch)
+            recording.batch.write(batch, leaves)
             recording.graph.replay()
             draw_idly(recording.num_idle_draws)
         self._num_launches += 1

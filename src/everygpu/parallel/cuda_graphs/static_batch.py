@@ -27,11 +27,20 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 """The model's positional and keyword arguments, and what the loss takes after the output."""
 
 
+Leaves = list[tuple[str, Any]]
+"""Of a batch, with their paths: found once for each step."""
+
+
 class NotStatic(Exception):  # noqa: N818 - no error: such a batch runs eagerly
     """A batch holds something that can't be kept at a fixed address."""
 
 
-def describe_batch(batch: Batch, route: ScatterSpec) -> tuple[Any, ...]:
+def leaves_of(batch: Batch) -> Leaves:
+    """List a batch's leaves, each with its path."""
+    return list(tree.leaves(batch, "batch"))
+
+
+def describe_batch(batch: Batch, route: ScatterSpec, found: Leaves | None = None) -> tuple[Any, ...]:
     """Return what must be equal in two batches for the same memory to hold either.
 
     Raises:
@@ -41,33 +50,28 @@ def describe_batch(batch: Batch, route: ScatterSpec) -> tuple[Any, ...]:
     """
     with without_torch_function():  # a batch that is spread says its shape at once
         plan = _plan(batch, route)
-        found = _leaves(batch)
+        found = leaves_of(batch) if found is None else found
         leaves = [(p, _describe(p, x, plan, route)) for p, x in found]
         return (None if plan is None else plan.rows, _containers(batch), *leaves, _places(found))
 
 
 class StaticBatch:
-    """Memory on all devices for batches that are described alike.
-
-    Args:
-        batch: Any of them.
-        route: How they are cut.
-    """
+    """Memory on all devices for batches that are described alike."""
 
     def __init__(self, batch: Batch, route: ScatterSpec) -> None:
         self._route = route
         self._plan = _plan(batch, route)
         # Each leaf is one of its own: attributes that show an item are known by its identity.
         self._structure = tree.map_leaves(lambda _: object(), batch)
-        leaves = _leaves(batch)
+        leaves = leaves_of(batch)
         self._places = _places(leaves)
         self._slots = {i: self._make_slot(leaves[i][1]) for i in dict.fromkeys(self._places)}
 
     @torch.no_grad()
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: Batch, found: Leaves | None = None) -> None:
         """Copy a batch here, on the current streams; from the host on streams of their own, which these wait for."""
+        leaves = leaves_of(batch) if found is None else found
         arriving: list[tuple[Tensor, Tensor]] = []
-        leaves = _leaves(batch)
         for i, slot in self._slots.items():
             for target, source in zip(slot.tensors, slot.sources(leaves[i][1])):
                 if source.device.type == "cpu" and target.device.type == "cuda":
@@ -156,11 +160,7 @@ class _Shares:
     devices: tuple[torch.device, ...]
 
 
-def _leaves(batch: Batch) -> list[tuple[str, Any]]:
-    return list(tree.leaves(batch, "batch"))
-
-
-def _places(leaves: list[tuple[str, Any]]) -> tuple[int, ...]:
+def _places(leaves: Leaves) -> tuple[int, ...]:
     """Return for each leaf where it comes first: compiled code knows inputs and labels that are one tensor."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, (_, x) in enumerate(leaves))

@@ -18,7 +18,7 @@ from everygpu.keys import compiled_original
 from everygpu.parallel.batch_norm import SyncBatchNorm
 from everygpu.parallel.compiler.compile_once import CompileOnce
 from everygpu.parallel.compiler.inductor_backend import InductorBackend, backend_of, compiling_once
-from everygpu.parallel.engines.engine import Call, Engine
+from everygpu.parallel.engines.engine import Engine, ModuleCall
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
 from everygpu.progress import running
@@ -30,14 +30,10 @@ logger = logging.getLogger("everygpu")
 
 
 class CompiledReplicas(Engine):
-    """Compiled counterparts of the replicas, made at their first call.
+    """Compiled counterparts of the replicas, made at their first call, with the options of a module that its user has
+    compiled. Where compiling fails, workers run them.
 
     CUDA graphs are not torch's here, which has one for each replica: a recording has one of all.
-
-    Args:
-        module: The user's module; where it went through ``torch.compile``, replicas are compiled with the same
-            options.
-        workers: Run the replicas where compiling fails.
     """
 
     compiles = True
@@ -49,7 +45,7 @@ class CompiledReplicas(Engine):
         self._given_up = False
 
     def run(
-        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+        self, calls: Sequence[ModuleCall], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls in order, each with its device current; see ``Workers.run``."""
         calls = [(_inner(module), args, kwargs) for module, args, kwargs in calls]
@@ -69,7 +65,7 @@ class CompiledReplicas(Engine):
             return self._workers.run(calls, devices, positions)
         return take_values(outcomes, list(zip(names, devices, calls)))
 
-    def run_alone(self, call: Call, device: torch.device) -> Any:
+    def run_alone(self, call: ModuleCall, device: torch.device) -> Any:
         """Make the only call: of a module that its user has compiled, as it is."""
         if compiled_original(call[0]) is None:
             return super().run_alone(call, device)
@@ -83,7 +79,7 @@ class CompiledReplicas(Engine):
         """End the threads."""
         self._workers.close()
 
-    def _call(self, position: int, call: Call, device: torch.device) -> Any:
+    def _call(self, position: int, call: ModuleCall, device: torch.device) -> Any:
         module, args, kwargs = call
         known, function = self._compiled.get(position, (None, None))
         if function is None or known is not module:

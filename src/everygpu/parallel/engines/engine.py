@@ -11,7 +11,7 @@ from everygpu.parallel.call import PerReplica
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
 
-Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+ModuleCall = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 """A module with its positional and keyword arguments."""
 
 RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], PerReplica]
@@ -65,22 +65,15 @@ class Engine(Protocol):
         return None
 
     def run(
-        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+        self, calls: Sequence[ModuleCall], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
-        """Make one call per replica, and wait for all of them.
+        """Make one call per replica, wait for all of them, and return what each returned.
 
-        Args:
-            calls: Module, positional and keyword arguments of each replica.
-            devices: One per call.
-            positions: What to call the replicas in errors; counted from 0 when left out.
-        Returns:
-            What each replica returned.
-        Raises:
-            Exception: what a replica raised; its ``__cause__`` names the replica.
+        Raises what a replica raised; its ``__cause__`` names the replica, by ``positions``, counted from 0 if left out.
         """
         ...
 
-    def run_alone(self, call: Call, device: torch.device) -> Any:
+    def run_alone(self, call: ModuleCall, device: torch.device) -> Any:
         """Make the call of the only device, with the module itself."""
         (output,) = self.run([call], [device])
         return output

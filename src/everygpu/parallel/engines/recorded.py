@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 import torch
 
 from everygpu.devices.p2p import reach_each_other
-from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
-from everygpu.parallel.engines.engine import Call, Engine, EngineContext, may_launch
+from everygpu.parallel.engines.engine import Engine, EngineContext, ModuleCall, may_launch
 
 T = TypeVar("T")
 
@@ -57,12 +56,12 @@ class RecordedReplicas(Engine):
         return "graphs" if self._was_launched else self._eager.in_use
 
     def run(
-        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+        self, calls: Sequence[ModuleCall], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls by the other engine."""
         return self._with_memory(lambda: self._eager.run(calls, devices, positions))
 
-    def run_alone(self, call: Call, device: torch.device) -> Any:
+    def run_alone(self, call: ModuleCall, device: torch.device) -> Any:
         """Make the call by the other engine; compiled code is warmed up for the recording."""
         if not may_launch():
             return self._eager.run_alone(call, device)
@@ -74,11 +73,7 @@ class RecordedReplicas(Engine):
         return outputs if self.recorder is None else self.recorder.watch(outputs)
 
     def give_up_recording(self, reason: str) -> None:
-        """Leave all forwards to the other engine, and say so where that is slower.
-
-        Args:
-            reason: Why; on one device what records has said it.
-        """
+        """Leave all forwards to the other engine, and say so where that is slower: on one device, what records has."""
         if not self._proves or not self.launches:
             return
         self._has_looked, self.launches, self.recorder = True, False, None
@@ -105,15 +100,7 @@ class RecordedReplicas(Engine):
     def _look(self) -> None:
         context = self._context
         if reach_each_other(context.devices):
-            self.recorder = RecordedForward(
-                context.module,
-                context.run,
-                context.make_replicas,
-                context.options,
-                context.spec(),
-                replica_bucket_bytes(context.bucket_cap_mb),
-                proves=self._proves,
-            )
+            self.recorder = RecordedForward(context, proves=self._proves)
         elif self._proves:
             self.give_up_recording("recordings need GPUs that reach each other's memory")
         else:

@@ -37,15 +37,10 @@ class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
 
 
 def barrier(value: Any, combine: Combine) -> Any:
-    """Wait until every replica of this forward has called this, and combine their values.
+    """Wait until every replica of this forward has called this, combine their values, once, and return this one's part.
 
-    Args:
-        value: This replica's.
-        combine: Called once, in one of the threads.
-    Returns:
-        This replica's part of the result; outside a forward on several devices, that of ``combine([value])``.
-    Raises:
-        ReplicaError: another replica ended without reaching the barrier.
+    Outside a forward on several devices the only value is this one. Raises a ReplicaError where another replica has
+    ended without reaching the barrier.
     """
     context = _replica_context.get()
     if context is None:
@@ -59,11 +54,8 @@ class ReplicaScheduler:
     """Runs replicas on the same device one after another, in order, and cancels the remaining ones after a failure.
 
     A replica that waits at a barrier lets the next one run; after the barrier they go on in order.
-    So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time.
-
-    Args:
-        devices: One per replica.
-        in_order: Run replicas on different devices one after another, too.
+    So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time. ``in_order`` has
+    replicas on different devices run one after another, too.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, in_order: bool = False) -> None:
@@ -80,10 +72,7 @@ class ReplicaScheduler:
     @contextmanager
     def turn(self, index: int) -> Iterator[None]:
         """Run a replica within, once those before it on its device have ended or wait at a barrier; an exception stops
-        the others.
-
-        Raises:
-            Cancelled: another replica has failed, and this one has not begun.
+        the others, of which those that have not begun raise ``Cancelled``.
         """
         try:
             with self._changed:

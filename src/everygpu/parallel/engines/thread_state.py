@@ -65,9 +65,6 @@ class Modes:
 class ThreadState:
     """The calling thread's state: grad and inference mode, autocast, function modes, saved-tensor hooks,
     context variables and current streams.
-
-    Args:
-        devices: Devices whose autocast settings and streams matter.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
@@ -147,9 +144,6 @@ def leave_checkpoints(error: BaseException) -> None:
 
     Before torch 2.13 they stay in their thread until the traceback is gone, and are then left in any other. Meanwhile
     they take what later forwards save in this thread for a part of the checkpoint.
-
-    Args:
-        error: Raised in this thread.
     """
     if error.__context__ is not None:  # the inner ones first
         leave_checkpoints(error.__context__)
@@ -161,11 +155,8 @@ def leave_checkpoints(error: BaseException) -> None:
 
 
 class FactoryDevice(DeviceContext):
-    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share.
-
-    Args:
-        device: Where tensors are made that are made without ``device=``.
-        use: Told when there is one.
+    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share. ``use`` is told
+    when a tensor is made without ``device=``.
     """
 
     def __init__(self, device: torch.device, use: "FactoryUse | None" = None) -> None:
@@ -246,15 +237,10 @@ def fresh_casts() -> Iterator[None]:
 
 @contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None, mode: MakeMode | None = None) -> Iterator[None]:
-    """Make a device current for a replica: ``.cuda()`` means this one.
+    """Make a device current for a replica: ``.cuda()`` means this one. On the CPU the caller's default stays.
 
-    On the CPU nothing has to change: a default device that the caller has set stays.
-
-    Args:
-        device: The replica's device.
-        stream: What its work is queued on, for CUDA.
-        mode: Has tensors made without ``device=`` be there: ``FactoryDevice`` beside other threads, or torch's own,
-            which its compiler knows. None where there are none.
+    ``mode`` has tensors made without ``device=`` be there: ``FactoryDevice`` beside other threads, or torch's own,
+    which its compiler knows.
     """
     with ExitStack() as stack:
         stack.enter_context(queueing_on(device, stream))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel.engines.engine import Call, Engine
+from everygpu.parallel.engines.engine import Engine, ModuleCall
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
 from everygpu.parallel.engines.thread_state import FactoryUse, ThreadState, leave_checkpoints
 from everygpu.progress import running
@@ -69,12 +69,8 @@ def parallel_apply(
 class ReplicaThread:
     """A thread that makes one call after another, until this object is closed or dropped.
 
-    It outlives the main thread, where other threads, or exit handlers, still call the model.
-
-    Args:
-        name: Of the thread.
-    Source:
-        ``ThreadPoolExecutor(max_workers=1)``, which takes no calls once the main thread has ended.
+    It outlives the main thread, where other threads, or exit handlers, still call the model: a
+    ``ThreadPoolExecutor(max_workers=1)`` takes no calls then.
     """
 
     def __init__(self, name: str) -> None:
@@ -115,9 +111,6 @@ class Workers(Engine):
     """One persistent thread per replica after the first, which runs in the caller's.
 
     The threads start at the first call and end with this object.
-
-    Args:
-        num_threads: Replicas after the first.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -132,7 +125,7 @@ class Workers(Engine):
 
     def run(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[ModuleCall],
         devices: Sequence[torch.device],
         positions: Sequence[int] | None = None,
     ) -> list[Any]:
@@ -140,11 +133,6 @@ class Workers(Engine):
 
         Replicas that share a device share its random generator, so they run one after another, in order: a seeded run
         gives the same numbers every time. So do all replicas under saved-tensor hooks that may depend on the order.
-
-        Args:
-            calls: Module, positional and keyword arguments of each replica.
-            devices: One per call.
-            positions: What to call the replicas in errors; counted from 0 when left out.
         """
         if len(devices) > 1 and devices[0].type == "cuda":
             _load_linear_algebra()
@@ -168,7 +156,7 @@ class Workers(Engine):
             raise
         return take_values(outcomes, list(zip(names, devices, calls)))
 
-    def run_alone(self, call: Call, device: torch.device) -> Any:
+    def run_alone(self, call: ModuleCall, device: torch.device) -> Any:
         """Call the module as it is: no thread, no thread state to carry over."""
         module, args, kwargs = call
         if torch.compiler.is_compiling():
@@ -202,7 +190,7 @@ def _nothing() -> None:
     """Run after what a thread is doing."""
 
 
-def _call(scheduler: ReplicaScheduler, index: int, call: Call, device: torch.device, position: int) -> Any:
+def _call(scheduler: ReplicaScheduler, index: int, call: ModuleCall, device: torch.device, position: int) -> Any:
     """Make one replica's call."""
     module, args, kwargs = call
     try:

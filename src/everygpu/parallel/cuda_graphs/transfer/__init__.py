@@ -1,1 +1,0 @@
-"""Parameters out to the replicas and gradients back, within a recording."""
