@@ -1,7 +1,7 @@
 """Names of parameters with and without what wrappers put in front."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,26 +23,22 @@ def bare_key(key: str) -> str:
     return ".".join(segment for segment in key.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
+def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Pair names that are equal; then those that are without wrappers' segments, where that leaves one choice."""
+    saved, wanted = list(saved), set(wanted)
+    pairs = {name: name for name in saved if name in wanted}
+    free_wanted = _by_bare_name(wanted - pairs.keys())
+    for bare, names in _by_bare_name(name for name in saved if name not in pairs).items():
+        partners = free_wanted.get(bare, [])
+        if len(names) == len(partners) == 1:
+            pairs[names[0]] = partners[0]
+    return pairs
+
+
 def align_keys(state: Mapping[str, Any], expected: Collection[str]) -> dict[str, Any]:
-    """Rename keys that differ from the expected ones only by wrappers' segments.
-
-    A model may have a submodule that is really called ``module``: a key that is expected as it stands is
-    left alone, and one whose bare form two expected keys share is too.
-
-    Args:
-        state: A state dict, under any prefix.
-        expected: The keys of the target.
-    Returns:
-        The same values; keys that match nothing, or what another key has matched, keep their names.
-    """
-    targets: dict[str, str | None] = {}
-    for key in expected:
-        targets[bare_key(key)] = None if bare_key(key) in targets else key
-    names = set(expected)
-    aligned: dict[str, Any] = OrderedDict((key, value) for key, value in state.items() if key in names)
-    for key, value in state.items():
-        target = targets.get(bare_key(key)) or key
-        aligned.setdefault(key if target in aligned else target, value)
+    """Rename keys that differ from the expected ones only by wrappers' segments; the others keep their names."""
+    pairs = match_names(state, expected)
+    aligned: dict[str, Any] = OrderedDict((pairs.get(key, key), value) for key, value in state.items())
     if hasattr(state, "_metadata"):  # versions of modules, which torch needs to load old state dicts
         aligned._metadata = state._metadata  # type: ignore[attr-defined]
     return aligned
@@ -71,3 +67,10 @@ def compiled_original(module: nn.Module) -> nn.Module | None:
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether calling a module runs what torch.compile made of it, wrapped or in place."""
     return compiled_original(module) is not None or module._compiled_call_impl is not None
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    bare: dict[str, list[str]] = {}
+    for name in names:
+        bare.setdefault(bare_key(name), []).append(name)
+    return bare

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import nn
 import everygpu
 from everygpu.checkpoint import directory
 from everygpu.checkpoint.convert import convert
-from everygpu.checkpoint.load import read_any
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointContentError,
@@ -100,51 +98,10 @@ def test_a_destination_that_is_taken_is_only_replaced_when_asked_to(tmp_path: Pa
     assert names_in(tmp_path) == {"a.pt", "c.pt", name}
 
 
-def test_what_is_no_file_of_weights_is_never_replaced(tmp_path: Path) -> None:
-    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    (tmp_path / "dir.pt").mkdir()
-    (tmp_path / "dir.pt" / "precious").write_text("x")
-    (tmp_path / "file.pt").write_text("x")
-    for name in ("dir.pt", "file.pt"):
-        with pytest.raises(CheckpointForeignError, match="no file of weights"):
-            convert(tmp_path / "a.pt", tmp_path / name, overwrite=True)
-    assert (tmp_path / "dir.pt" / "precious").read_text() == (tmp_path / "file.pt").read_text() == "x"
-
-
-def test_names_without_the_prefix_stay(tmp_path: Path) -> None:
-    torch.save({"model.w": torch.ones(1), "loss.w": torch.ones(2)}, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="model.")
-    assert torch.load(tmp_path / "b.pt").keys() == {"w", "loss.w"}
-
-
-def test_names_that_would_collide_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    torch.save({"model.w": torch.ones(1), "w": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointMismatchError, match=r"w would become 'w'"):
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="model.")
-    assert names_in(tmp_path) == {"a.pt"}
-
-
 def test_a_prefix_that_no_name_has_is_a_wrong_option(tmp_path: Path) -> None:
     torch.save({"model.w": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(OptionError, match="They begin with 'model.'"):
         convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="modle.")
-
-
-def test_dtype_is_for_floating_point_only(tmp_path: Path) -> None:
-    state = {"f": torch.ones(2), "i": torch.ones(2, dtype=torch.int64), "c": torch.ones(2, dtype=torch.complex64)}
-    torch.save(state, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype=torch.bfloat16)
-    dtypes = {name: tensor.dtype for name, tensor in torch.load(tmp_path / "b.pt").items()}
-    assert dtypes == {"f": torch.bfloat16, "i": torch.int64, "c": torch.complex64}
-
-
-@pytest.mark.parametrize("name", ["b.pt"])
-def test_tied_tensors_stay_tied_in_another_dtype(tmp_path: Path, name: str) -> None:
-    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / name, dtype=torch.float16)
-    state = read_any(tmp_path / name).require_model("")
-    assert state["embed.weight"].dtype == torch.float16
-    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
 
 
 def test_a_section_of_ours_and_of_others(tmp_path: Path) -> None:
@@ -163,29 +120,6 @@ def test_small_parts_of_large_memory_are_written_alone(tmp_path: Path) -> None:
     for name in ("b.pt", "b.safetensors"):
         convert(tmp_path / "a.pt", tmp_path / name)
         assert (tmp_path / name).stat().st_size < 5_000
-
-
-def test_in_place(tmp_path: Path) -> None:
-    torch.save(nn.Sequential(Net(1)).state_dict(), tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "a.pt", strip_prefix="0.", overwrite=True)
-    assert same_state(dict(torch.load(tmp_path / "a.pt")), dict(Net(1).state_dict()))
-
-
-@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
-def test_permissions_and_links(tmp_path: Path, name: str) -> None:
-    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    (tmp_path / "real").mkdir()
-    os.symlink(f"real/{name}", tmp_path / name)
-    old = os.umask(0o027)
-    try:
-        convert(tmp_path / "a.pt", tmp_path / name)
-    finally:
-        os.umask(old)
-    assert (tmp_path / name).is_symlink()
-    assert stat.S_IMODE((tmp_path / "real" / name).stat().st_mode) == 0o640
-    (tmp_path / "real" / name).chmod(0o604)
-    convert(tmp_path / "a.pt", tmp_path / name, overwrite=True)
-    assert stat.S_IMODE((tmp_path / "real" / name).stat().st_mode) == 0o604
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -20,11 +20,10 @@ import everygpu
 from everygpu import CheckpointManager
 from tests.faults.savers import Weights, version_of
 
-background = import_module("everygpu.checkpoint.background")
 manager_module = import_module("everygpu.checkpoint.manager")
-snapshot = import_module("everygpu.checkpoint.snapshot")
+NAMES = ("background", "manager", "snapshot")
 
-INTERRUPTED = frozenset(module.__file__ for module in (background, manager_module, snapshot, threading))
+INTERRUPTED = {threading.__file__, *(import_module(f"everygpu.checkpoint.{name}").__file__ for name in NAMES)}
 """Where the caller's thread is during a save, apart from code that changes nothing."""
 
 

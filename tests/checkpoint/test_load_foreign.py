@@ -64,14 +64,6 @@ def test_any_file_loads_into_any_model(
     assert target.head.weight is target.embed.weight
 
 
-def test_accelerate(tmp_path: Path) -> None:
-    (model, optimizer), (target, restored) = trained(1), trained(2)
-    save_safe(model, tmp_path / "model.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
-    everygpu.load(tmp_path, model=target, optimizer=restored)
-    assert same_state(snapshot(target, restored), snapshot(model, optimizer))
-
-
 @pytest.mark.parametrize("names", [("model", "optimizer"), ("state_dict", "optimizer_state_dict"), ("net", "optim")])
 @pytest.mark.parametrize("how", ["torch", "dcp"])
 def test_model_optimizer_and_plain_values(tmp_path: Path, names: tuple[str, str], how: str) -> None:
@@ -134,32 +126,6 @@ def test_a_prefix_that_is_given_is_not_looked_for(tmp_path: Path, save: Callable
     assert same_state(dict(target.state_dict()), dict(Net(4).state_dict()))
 
 
-def test_of_tied_tensors_behind_a_prefix_one_name_is_enough(tmp_path: Path) -> None:
-    state = Lit(Net(1)).state_dict()
-    del state["model.head.weight"]
-    torch.save(state, tmp_path / "ckpt")
-    target = Net(2)
-    everygpu.load(tmp_path / "ckpt", model=target, prefix="model.")
-    assert same_state(dict(target.state_dict()), dict(Net(1).state_dict()))
-
-
-def test_versions_of_modules_arrive_under_a_prefix(tmp_path: Path) -> None:
-    class Versioned(nn.Linear):
-        _version = 7
-
-        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-            self.seen = metadata.get("version")
-            super()._load_from_state_dict(state, prefix, metadata, *rest)
-
-    for number, outer in enumerate([nn.Sequential(Versioned(2, 2)), Lit(nn.Sequential(Versioned(2, 2)))]):
-        target = nn.Sequential(Versioned(2, 2))
-        everygpu.load(save_torch(outer, tmp_path / f"{number}.pt"), model=target)
-        assert target[0].seen == 7
-    target = Versioned(2, 2)
-    everygpu.load(save_torch(Lit(Versioned(2, 2)), tmp_path / "leaf.pt"), model=target)
-    assert target.seen == 7
-
-
 @pytest.mark.parametrize("wrap", [WRAPPERS["bare"], WRAPPERS["dp"], WRAPPERS["compiled"]])
 def test_batch_norm_of_before_it_counted_batches(tmp_path: Path, wrap: Wrap) -> None:
     state = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)).state_dict()
@@ -202,11 +168,6 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, what: dict[str, Any],
     with pytest.raises(CheckpointMismatchError, match=match):
         everygpu.load(tmp_path / "a.pt", **{"model": target} | what)
     assert same_state(snapshot(target), before)
-
-
-def test_map_location_is_for_the_rest(tmp_path: Path) -> None:
-    torch.save({"model": Net(1).state_dict(), "best": torch.ones(2)}, tmp_path / "a.pt")
-    assert everygpu.load(tmp_path / "a.pt", map_location="meta")["best"].device.type == "meta"
 
 
 def test_extra_state_of_modules(tmp_path: Path) -> None:

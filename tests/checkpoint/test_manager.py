@@ -34,7 +34,6 @@ from everygpu.errors import (
 from tests.checkpoint.models import Net, same_state
 
 manager_module = import_module("everygpu.checkpoint.manager")
-run_directory = import_module("everygpu.checkpoint.run_directory")
 
 
 class Value(nn.Module):
@@ -114,15 +113,6 @@ def test_a_block_that_fails_saves_nothing_more(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [3]
 
 
-def test_random_states_come_back(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
-    put(checkpoints, 1)
-    expected = torch.randn(2)
-    torch.manual_seed(0)
-    checkpoints.resume()
-    assert torch.equal(torch.randn(2), expected)
-
-
 def test_the_best_stay_and_ties_keep_the_earlier(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep=1, best=("accuracy", "max", 2))
     for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.9, 0.9, float("nan")]):
@@ -161,14 +151,6 @@ def test_what_stays_is_the_newest_and_the_best(
         there = {step: there[step] for step in there if step in best or step in list(there)[-keep:]}
         assert steps_in(directory) == sorted(there)
         assert loaded(directory) == (step, step)
-
-
-def test_after_going_back_the_checkpoint_written_last_is_the_latest(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
-    for step in (100, 200, 150):
-        put(checkpoints, step)
-    assert manager(tmp_path).latest() == tmp_path / "step-00000150"
-    assert loaded(tmp_path) == (150, 150)
 
 
 def test_without_checkpoints_there_is_nothing(tmp_path: Path) -> None:
@@ -237,63 +219,12 @@ def test_going_on_from_the_best_one_leaves_the_run_where_it_is(tmp_path: Path) -
 # Damage.
 
 
-def test_a_damaged_one_saved_after_going_back_is_named(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
-    for step in (5, 3):
-        put(checkpoints, step)
-    flip(tmp_path / "step-00000003" / "checkpoint.json")
-    document = tmp_path / "step-00000003" / "checkpoint.json"
-    document.write_text(document.read_text()[:100])
-    with pytest.warns(UserWarning, match=r"(?s)step-00000005 is taken.*step-00000003/checkpoint\.json"):
-        assert loaded(tmp_path) == (5, 5)
-
-
-def test_checkpoints_in_each_other_s_place_are_named(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
-    for step in range(3):
-        put(checkpoints, step)
-    for old, new in (("1", "x"), ("2", "1"), ("x", "2")):
-        os.rename(tmp_path / f"step-0000000{old}", tmp_path / f"step-0000000{new}")
-    with pytest.warns(UserWarning, match="step-00000002 is taken, which holds the checkpoint of step 1"):
-        assert checkpoints.resume(2) == 1
-
-
 def test_all_damaged_is_an_error_that_lists_them(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     for step in range(2):
         flip(put(checkpoints, step) / "model.safetensors")
     with pytest.raises(CheckpointDamagedError, match=r"(?s)step-00000001/model.*step-00000000/model"):
         checkpoints.resume()
-
-
-def test_a_damaged_one_does_not_count_towards_keep_nor_as_best(tmp_path: Path) -> None:
-    first = manager(tmp_path, keep=9)
-    for step, loss in enumerate([2.0, 1.0, 3.0]):
-        put(first, step, loss=loss)
-    flip(tmp_path / "step-00000001" / "model.safetensors")
-    flip(tmp_path / "step-00000002" / "model.safetensors")
-    checkpoints = manager(tmp_path, keep=2, best=("loss", "min", 1))
-    with pytest.warns(UserWarning, match="is taken"):
-        assert checkpoints.resume() == 0
-    put(checkpoints, 3, loss=5)
-    assert steps_in(tmp_path) == [0, 1, 2, 3], "the last whole one but the newest is gone"
-    put(checkpoints, 4, loss=5)
-    assert steps_in(tmp_path) == [0, 1, 3, 4]
-
-
-def test_only_what_this_manager_has_not_written_is_read_and_once(tmp_path: Path, monkeypatch) -> None:
-    first = manager(tmp_path)
-    for step in range(3):
-        put(first, step)
-    read: list[str] = []
-    real = run_directory.find_altered
-    find = lambda path, *args: read.append(path.name) or real(path, *args)  # noqa: E731
-    monkeypatch.setattr(run_directory, "find_altered", find)
-    checkpoints = manager(tmp_path, keep=3)
-    checkpoints.resume()
-    for step in range(3, 8):
-        put(checkpoints, step)
-    assert read == ["step-00000002", "step-00000001"]
 
 
 def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -304,19 +235,6 @@ def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog
     assert "without comparing" in caplog.text
     with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors was altered"):
         everygpu.load(path, model=Net())
-
-
-def test_what_a_killed_saver_left_is_cleared_or_put_back(tmp_path: Path) -> None:
-    put(manager(tmp_path), 1)
-    os.rename(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
-    (tmp_path / ".step-00000002.tmp").mkdir()
-    (tmp_path / ".notes").write_text("the user's")
-    checkpoints = manager(tmp_path, keep=2)
-    assert checkpoints.latest() == tmp_path / "step-00000001"
-    with pytest.warns(UserWarning, match="cut off"):
-        assert checkpoints.resume() == 1
-    put(checkpoints, 3)
-    assert sorted(os.listdir(tmp_path)) == [".notes", "step-00000001", "step-00000003"]
 
 
 def test_what_only_has_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -364,13 +282,6 @@ def test_a_checkpoint_s_own_directory_is_refused(tmp_path: Path) -> None:
 # What it is called with.
 
 
-@pytest.mark.parametrize("value", [None, "good", torch.ones(2), 10**400], ids=["none", "text", "several", "huge"])
-def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(OptionError, match="The metric loss is"):
-        manager(tmp_path).save(1, loss=value)
-    assert steps_in(tmp_path) == []
-
-
 def test_a_loss_with_its_graph_and_a_meter_are_metrics(tmp_path: Path) -> None:
     meter = Meter()
     meter.update(0.25, 4)
@@ -380,8 +291,11 @@ def test_a_loss_with_its_graph_and_a_meter_are_metrics(tmp_path: Path) -> None:
     assert checkpoints.best() == tmp_path / "step-00000002"
 
 
-def test_a_misspelt_metric_is_an_error_that_names_both(tmp_path: Path) -> None:
+def test_a_misspelt_metric_is_an_error_that_names_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = manager(tmp_path / "run", best=("acc", "max", 1))
+    with manager(tmp_path / "other", best=("acc", "max", 1)) as never:
+        never.save(1)
+    assert "had the metric 'acc'" in caplog.text
     with pytest.raises(OptionError, match="best is by 'acc', got 'accuracy', 'loss'"):
         checkpoints.save(1, accuracy=0.5, loss=1.0)
     assert not (tmp_path / "run").exists()
@@ -391,37 +305,21 @@ def test_a_misspelt_metric_is_an_error_that_names_both(tmp_path: Path) -> None:
     assert checkpoints.best() == tmp_path / "run" / "step-00000002"
 
 
-def test_a_run_that_never_has_the_metric_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with manager(tmp_path, best=("acc", "max", 1)) as checkpoints:
-        checkpoints.save(1)
-    assert "had the metric 'acc'" in caplog.text
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("options", "call", "error"),
     [
-        *({"keep": 0}, {"keep": True}, {"every": 0}, {"every": 1.5}, {"best": {"a": "max"}}, {"best": "loss"}),
-        *({"best": ("a", "up", 1)}, {"best": ("a", "max")}, {"best": ("a", "max", 0)}, {"signals": [2]}),
+        *(({name: value}, None, OptionError) for name, value in (("keep", 0), ("keep", True), ("every", 1.5))),
+        *(({"best": best}, None, OptionError) for best in ({"a": "max"}, "loss", ("a", "up", 1), ("a", "max", 0))),
+        *(({name: {}}, None, CheckpointContentError) for name in ("model", "optimizer", "config", "epoch")),
+        *(({}, lambda made, step=step: made.save(step), OptionError) for step in (-1, 1.0, True, "1", Net())),
+        *(({}, lambda made, x=x: made.save(1, loss=x), OptionError) for x in (None, "good", torch.ones(2), 10**400)),
+        ({"model": None}, lambda made: made.save(1), OptionError),
     ],
-    ids=str,
 )
-def test_options_outside_what_they_may_be(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="CheckpointManager: "):
-        CheckpointManager(tmp_path, **options)
-
-
-def test_steps_that_are_none_and_nothing_to_save(tmp_path: Path) -> None:
-    for step in (-1, 1.0, True, "1", Net()):
-        with pytest.raises(OptionError, match="(?s)step is a whole number.*CheckpointManager"):
-            manager(tmp_path).save(step)
-    with pytest.raises(OptionError, match="nothing to save"):
-        CheckpointManager(tmp_path).save(1)
-
-
-@pytest.mark.parametrize("objects", [{"epoch": 3}, {"model": {}}, {"optimizer": Net}, {"config": {"lr": 1}}], ids=str)
-def test_what_can_t_be_restored_in_place_is_refused(tmp_path: Path, objects: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointContentError, match="must be"):
-        CheckpointManager(tmp_path, **objects)
+def test_what_can_t_be_meant_is_refused(tmp_path: Path, options: dict[str, Any], call: Any, error: Any) -> None:
+    with pytest.raises(error, match=r"CheckpointManager: |must be|is a whole number|The metric loss|nothing to save"):
+        (call or str)(manager(tmp_path, **options))
+    assert steps_in(tmp_path) == []
 
 
 def test_an_object_that_was_not_saved_changes_nothing(tmp_path: Path) -> None:
@@ -494,7 +392,7 @@ def test_an_error_in_the_background_is_raised_once_at_the_next_call(tmp_path: Pa
         patch.setattr(format_module, "write_safetensors", fail)
         checkpoints.save(2)
         deadline = time.monotonic() + 60
-        while not checkpoints._background._tasks[0].is_done:
+        while not checkpoints._background._task.is_done:
             assert time.monotonic() < deadline
             time.sleep(0.001)
     calls = {
@@ -588,29 +486,3 @@ def test_the_last_checkpoint_is_there_however_the_program_ends(tmp_path: Path) -
     assert "AssertionError" not in ended.stderr
     for name, step in {"at exit": 1, "at exit, closed": 2, "thread": 4, "main": 5}.items():
         assert everygpu.load(tmp_path / name, rng=True)["step"] == step, name
-
-
-def test_what_can_t_be_saved_is_refused_in_the_caller_s_thread(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, asynchronous=True, model=nn.Linear(1, 1, device="meta"))
-    with pytest.raises(CheckpointContentError):
-        checkpoints.save(1)
-    checkpoints.close()
-
-
-def test_snapshots_reuse_their_memory_and_give_it_back(tmp_path: Path, devices) -> None:
-    device = devices(2)[-1]
-    model = nn.Linear(64, 64).to(device)
-    checkpoints = CheckpointManager(tmp_path, asynchronous=True, model=model)
-    checkpoints.save(1)
-    checkpoints.wait()
-    memory = checkpoints._spare[0]._memory
-    checkpoints.save(2)
-    checkpoints.wait()
-    assert checkpoints._spare[0]._memory is memory
-    assert memory.numel() <= sum(p.nbytes for p in model.parameters()) + 64 * 2 + 1024 * 8
-    assert memory.is_pinned() == device.type.startswith("cuda")
-    checkpoints.close()
-    assert not checkpoints._spare
-    checkpoints.save(3)
-    checkpoints.close()
-    assert checkpoints.resume() == 3

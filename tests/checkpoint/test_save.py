@@ -1,6 +1,5 @@
 """Saving: what is on the disk, that failures leave the old checkpoint, and what is refused."""
 
-import errno
 import json
 import os
 import threading
@@ -10,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 import everygpu
 from everygpu.checkpoint import directory
 from everygpu.checkpoint import format as format_module
 from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
-from tests.checkpoint.models import WRAPPERS, Counting, Net, Wrap, same_state
+from tests.checkpoint.models import Counting, Net, same_state
 
 
 def names_in(path: Path) -> set[str]:
@@ -52,30 +49,6 @@ def test_only_the_parts_passed_are_written(tmp_path: Path) -> None:
     assert names_in(everygpu.save(tmp_path / "c", scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))) == always
     assert names_in(everygpu.save(tmp_path / "d", epoch=3, name="x")) == always
     assert names_in(everygpu.save(tmp_path / "e", best=torch.ones(1))) == always | {"training.safetensors"}
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
-def test_the_model_file_has_the_bare_model_s_names(tmp_path: Path, wrap: Wrap) -> None:
-    model = Net(seed=3)
-    everygpu.save(tmp_path / "ckpt", model=wrap(model))
-    loaded = load_file(tmp_path / "ckpt" / "model.safetensors")
-    own = model.state_dict()
-    assert set(loaded) == set(own) - {"head.weight"}
-    assert all(torch.equal(loaded[name], own[name]) for name in loaded)
-
-
-def test_there_is_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None:
-    model = Net()
-    everygpu.save(
-        tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD(model.parameters()), ema=Net(), a=torch.ones(1)
-    )
-    for entry in (tmp_path / "ckpt").iterdir():
-        if entry.suffix == ".json":
-            json.loads(entry.read_text())
-        elif entry.name != "SHA256SUMS":
-            with safe_open(str(entry), "pt") as file:
-                file.keys()
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_pickle_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,35 +125,6 @@ def save_failing_at(call: int, where: Any, name: str, error: BaseException, path
         except BaseException as raised:
             return raised
     return None
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(errno.ENOSPC, "No space left.* Make room"), (errno.EMFILE, "Too many open files.* Close files.*ulimit -n")],
-)
-def test_what_the_system_refuses_in_the_middle_of_a_tensor_is_a_typed_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
-) -> None:
-    everygpu.save(tmp_path / "ckpt", epoch=1)
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(format_module, "write_safetensors", fail)
-    with pytest.raises(CheckpointError, match=rf"save: .*ckpt can't be written: .*{said}"):
-        everygpu.save(tmp_path / "ckpt", model=Net())
-    assert everygpu.load(tmp_path / "ckpt") == {"epoch": 1}
-    assert names_in(tmp_path) == {"ckpt"}
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_is_a_typed_error(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(CheckpointError, match="Permission denied"):
-            everygpu.save(tmp_path / "ckpt", epoch=2)
-    finally:
-        tmp_path.chmod(0o700)
 
 
 def test_a_parent_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
@@ -290,5 +234,5 @@ def test_digests_are_right_where_threads_begin_now_and_then(tmp_path: Path, monk
 
     monkeypatch.setattr(threading.Thread, "start", start)
     for _ in range(9):
-        path = everygpu.save(tmp_path / "ckpt", model=nn.Linear(40, 40), x=torch.ones(300), y=torch.zeros(7))
+        path = everygpu.save(tmp_path / "ckpt", model=nn.Linear(600, 600), x=torch.ones(300_000), y=torch.zeros(7))
         assert everygpu.load(path)["y"].sum() == 0

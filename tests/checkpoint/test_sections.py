@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.checkpoint.parts import MODEL_NAMES, Contents, find_state, is_state
+from everygpu.checkpoint.parts import MODEL_NAMES, Contents, find_state
 from everygpu.checkpoint.parts import sort_document as sort_parts
 from everygpu.errors import CheckpointMismatchError
 
@@ -32,19 +32,6 @@ def optimizer_state(lr: float = 0.5) -> dict[str, Any]:
     return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr).state_dict()
 
 
-def test_a_state_dict_is_the_model() -> None:
-    found = sort_document(W, "x")
-    assert model_of(found) == W
-    assert found.section == ""
-    assert found.notes == ()
-
-
-def test_plain_values_beside_the_tensors_come_back() -> None:
-    found = sort_document(W | {"epoch": 3}, "x")
-    assert model_of(found) == W
-    assert extras_of(found) == {"epoch": 3}
-
-
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_a_model_under_every_usual_name(name: str) -> None:
     found = sort_document({"epoch": 7, "best": torch.tensor(0.5), name: W}, "x")
@@ -61,12 +48,6 @@ def test_several_models_are_chosen_from_in_the_documented_order_and_it_is_said()
     assert found.notes == ("the model is taken from 'model'; there is also 'ema', 'other'",)
 
 
-def test_a_section_can_be_chosen() -> None:
-    found = sort_document({"ema": EMA, "model": W}, "x", "ema")
-    assert model_of(found) == EMA
-    assert extras_of(found) == {"model": W}
-
-
 @pytest.mark.parametrize("section", ["eam", "model.layer", "epoch", "model.layer.weight"])
 def test_a_section_that_is_none_is_refused(section: str) -> None:
     with pytest.raises(CheckpointMismatchError, match="is no state dict in the file"):
@@ -77,10 +58,6 @@ def test_a_model_one_level_deeper_is_found() -> None:
     found = sort_document({"model": {"state_dict": W, "config": {}}}, "x")
     assert model_of(found) == W
     assert found.section == "model.state_dict"
-
-
-def test_one_model_under_an_unusual_name_is_taken() -> None:
-    assert model_of(sort_document({"backbone": W, "epoch": 3}, "x")) == W
 
 
 def test_several_models_under_unusual_names_are_not_guessed() -> None:
@@ -97,13 +74,6 @@ def test_no_model(document: Any) -> None:
     assert "model" not in found.parts
     with pytest.raises(CheckpointMismatchError, match="load: p has .*in it"):
         found.require_model("p")
-
-
-@pytest.mark.parametrize("name", ["optimizer", "optimizer_state_dict", "optim"])
-def test_the_optimizer_is_recognised(name: str) -> None:
-    found = sort_document({"model": W, name: optimizer_state(), "step": 4}, "x")
-    assert found.parts["optimizer"].state == optimizer_state()
-    assert extras_of(found) == {"step": 4}
 
 
 def test_lightning_has_lists_of_one() -> None:
@@ -142,16 +112,26 @@ def test_versions_of_modules_are_kept() -> None:
     assert sort_document(state, "x").parts["model"].state["versions"] == {}
 
 
-def test_what_a_state_is() -> None:
-    assert is_state(W)
-    assert is_state(OrderedDict(W))
-    assert not is_state({"a": 1})
-    assert not is_state({0: torch.ones(1)})
-    assert not is_state({"t": torch.ones(1), "model": W})
-
-
 def test_a_state_can_be_found_inside_a_value() -> None:
     assert find_state(W).state["values"] == W
     assert find_state({"step": 1, "state_dict": W}).state["values"] == W
     assert find_state({"a": W, "b": W}) is None
     assert find_state(3) is None
+
+
+@pytest.mark.parametrize(
+    ("document", "section", "extras"),
+    [
+        (W, None, {}),
+        (OrderedDict(W) | {"epoch": 3}, None, {"epoch": 3}),
+        ({"backbone": W, "epoch": 3}, None, {"epoch": 3}),
+        ({"ema": EMA, "model": W}, "model", {"ema": EMA}),
+        ({"t": torch.ones(1), "model": W}, None, {"t": torch.ones(1)}),  # no state, as there is one in it
+        *(({"model": W, name: optimizer_state(), "step": 4}, None, {"step": 4}) for name in ("optimizer", "optim")),
+    ],
+)
+def test_the_model_is_told_from_the_rest(document: Any, section: str | None, extras: Any) -> None:
+    found = sort_document(document, "x", section)
+    assert model_of(found) == W
+    assert extras_of(found) == extras
+    assert found.notes == ()

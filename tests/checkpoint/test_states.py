@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from everygpu.checkpoint.load import decode_part
 from everygpu.checkpoint.modules import Fit
 from everygpu.checkpoint.parts import Contents, Part
-from everygpu.checkpoint.states import encode_parts, kind_of, plan_parts
+from everygpu.checkpoint.states import encode_parts, plan_parts
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from tests.checkpoint.models import Counting, Net, same_state, snapshot
 
@@ -40,39 +40,6 @@ def restore(target: object, source: object, strict: bool = True) -> None:
     plan(target, part_of(source), strict)()
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (nn.Linear(1, 1), "module"),
-        (AdamW([nn.Parameter(torch.ones(1))]), "state_dict"),
-        (torch.amp.GradScaler("cpu"), "state_dict"),
-        (torch.Generator(), "generator"),
-        (torch.ones(1), "plain"),
-        (AdamW, "plain"),
-        ({"state_dict": 1}, "plain"),
-        (3, "plain"),
-        (None, "plain"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_kinds(value: object, kind: str) -> None:
-    assert kind_of(value) == kind
-
-
-def test_a_module_comes_back() -> None:
-    source, target = Net(seed=1), Net(seed=2)
-    assert not same_state(dict(target.state_dict()), dict(source.state_dict()))
-    restore(target, source)
-    assert same_state(dict(target.state_dict()), dict(source.state_dict()))
-
-
-def test_planning_changes_nothing() -> None:
-    target = Net(seed=2)
-    before = snapshot(target)
-    plan(target, part_of(Net(seed=1)))
-    assert same_state(snapshot(target), before)
-
-
 def test_non_persistent_buffers_are_left_out() -> None:
     assert "scratch" not in stored(Net())["values"]
 
@@ -82,22 +49,6 @@ def test_extra_state_comes_back(extra: object) -> None:
     target = Counting("old")
     restore(target, Counting(extra))
     assert same_state(target.extra, extra)
-
-
-def test_versions_of_modules_come_back() -> None:
-    seen = []
-
-    class Versioned(nn.Linear):
-        _version = 7
-
-        def _load_from_state_dict(self, state_dict: Any, prefix: Any, local_metadata: Any, *args: Any) -> None:
-            seen.append(local_metadata.get("version"))
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    source = nn.DataParallel(nn.Sequential(Versioned(1, 1)))
-    restore(nn.Sequential(Versioned(1, 1)), source)
-    restore(nn.DataParallel(nn.Sequential(Versioned(1, 1))), source)
-    assert seen == [7, 7]
 
 
 def test_lazy_modules_take_their_shape_from_the_state() -> None:
@@ -120,36 +71,12 @@ def net_without(*names: str) -> nn.Module:
     return model
 
 
-def test_missing_and_unknown_names_are_listed_and_nothing_changes() -> None:
-    target = net_without("norm")
-    target.norms = nn.BatchNorm1d(6)
-    before = snapshot(target)
-    with pytest.raises(CheckpointMismatchError) as error:
-        restore(target, Net(seed=1))
-    message = str(error.value)
-    assert "norms.running_mean (nearest: norm.running_mean)" in message
-    assert "norm.bias (nearest: norms.bias)" in message
-    assert "5 missing, 5 unknown and 0 of another shape" in message
-    assert "strict=False" in message
-    assert same_state(snapshot(target), before)
-
-
 def test_not_strict_loads_what_both_have() -> None:
     source, target = Net(seed=1), net_without("norm")
     target.other = nn.Linear(1, 1)
     restore(target, source, strict=False)
     assert torch.equal(target.embed.weight, source.embed.weight)
     assert torch.equal(target.module.weight, source.module.weight)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_another_shape_is_refused_and_nothing_changes(strict: bool) -> None:
-    target = Net(seed=2)
-    target.module = nn.Linear(7, 6)
-    before = snapshot(target)
-    with pytest.raises(CheckpointMismatchError, match=r"module\.weight: \(6, 6\) in the checkpoint, \(6, 7\)"):
-        restore(target, Net(seed=1), strict)
-    assert same_state(snapshot(target), before)
 
 
 def test_complex_into_real_is_refused() -> None:
@@ -198,14 +125,6 @@ def test_every_optimizer_comes_back(make: Callable[[Any], Any]) -> None:
     assert same_state(target.state_dict(), expected)
 
 
-def test_an_optimizer_s_step_stays_a_cpu_tensor() -> None:
-    state = stored(trained(OPTIMIZERS["AdamW"])[1])
-    step = state["state"][0]["step"]
-    assert (step.shape, step.dtype, step.device.type) == ((), torch.float32, "cpu")
-    assert type(state["param_groups"][0]["betas"]) is tuple
-    assert state["param_groups"][0]["foreach"] is None
-
-
 @pytest.mark.parametrize("groups", [[1], [3, 1, 1], [4], [5, 1]], ids=str)
 def test_other_parameter_groups_are_refused_and_nothing_changes(groups: list[int]) -> None:
     _, source = trained(OPTIMIZERS["SGD momentum"])
@@ -214,13 +133,6 @@ def test_other_parameter_groups_are_refused_and_nothing_changes(groups: list[int
     with pytest.raises(CheckpointMismatchError, match=r"\[5\] parameters, got"):
         restore(target, source)
     assert same_state(snapshot(target), before)
-
-
-def test_a_state_without_groups_is_refused_by_an_optimizer() -> None:
-    target = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    for state in ({"last_epoch": 3}, [], {"param_groups": 3}, {"param_groups": [{}]}):
-        with pytest.raises(CheckpointMismatchError, match="parameter groups"):
-            plan(target, Part(kind="state_dict", state=state))
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -285,12 +197,6 @@ def test_a_scheduler_that_holds_a_function_is_refused_by_name() -> None:
         stored(Holding())
 
 
-def test_a_grad_scaler_comes_back() -> None:
-    source, target = torch.amp.GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu")
-    restore(target, source)
-    assert target.get_scale() == 8.0
-
-
 def test_an_averaged_model_comes_back() -> None:
     model = Net(seed=1)
     source, target = AveragedModel(model), AveragedModel(Net(seed=2))
@@ -307,14 +213,6 @@ def test_a_generator_goes_on_where_it_was() -> None:
     assert torch.equal(torch.randn(5, generator=target), torch.randn(5, generator=source))
 
 
-def test_a_generator_s_state_is_taken_at_once() -> None:
-    source, target = torch.Generator().manual_seed(3), torch.Generator()
-    state = part_of(source)
-    expected = torch.randn(2, generator=source)
-    plan(target, state)()
-    assert torch.equal(torch.randn(2, generator=target), expected)
-
-
 @pytest.mark.parametrize("state", [torch.zeros(16, dtype=torch.uint8), None, [1]], ids=str)
 def test_a_generator_of_another_device_is_refused(state: object) -> None:
     with pytest.raises(CheckpointMismatchError, match="generator"):
@@ -325,3 +223,12 @@ def test_a_generator_of_another_device_is_refused(state: object) -> None:
 def test_another_kind_is_refused(kind: Any) -> None:
     with pytest.raises(CheckpointMismatchError, match=f"saved as a {kind}, which Linear can't take"):
         plan(nn.Linear(1, 1), Part(kind=kind, state={}))
+
+
+def test_missing_and_unknown_names_are_listed_and_cut() -> None:
+    target = net_without("norm")
+    target.norms = nn.BatchNorm1d(6)
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)5 missing, 5 unknown and 0 of .*strict=False.*norms\.bias"):
+        restore(target, Net(seed=1))
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)missing in the checkpoint \(50\):.*and 30 more"):
+        restore(nn.Sequential(*(nn.Linear(1, 1) for _ in range(25))), nn.Sequential())

@@ -36,18 +36,6 @@ def test_views_of_one_storage_stay_right(tmp_path: Path) -> None:
     assert same_state(read_torch_file(write(tmp_path / "a.pt", state)), state)
 
 
-def test_tensors_are_mapped_not_read(tmp_path: Path) -> None:
-    values = torch.arange(1000.0)
-    path = write(tmp_path / "a.pt", {"w": values})
-    found = read_torch_file(path)
-    # What is written to the file before a page is first touched shows in the tensor.
-    start = path.read_bytes().index(values.numpy().tobytes())
-    with open(path, "r+b") as file:
-        file.seek(start)
-        file.write(torch.ones(1000).numpy().tobytes())
-    assert found["w"].sum() == 1000
-
-
 def test_a_compressed_archive_is_read_too(tmp_path: Path) -> None:
     path = write(tmp_path / "a.pt", {"w": torch.arange(1000.0)})
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new:
@@ -91,12 +79,6 @@ def test_what_needs_more_is_refused_by_name(tmp_path: Path, value: Any, named: s
         read_torch_file(write(tmp_path / "a.pt", value))
 
 
-def test_a_name_that_the_user_allows_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.pt", {"args": argparse.Namespace(lr=1)})
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        assert read_torch_file(path)["args"].lr == 1
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_is_refused(tmp_path: Path) -> None:
     torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(tmp_path / "a.pt")
@@ -112,16 +94,6 @@ def test_a_truncated_file_is_damaged(tmp_path: Path, new_format: bool, keep: flo
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
     with pytest.raises(CheckpointDamagedError, match=r"a\.pt"):
         read_torch_file(path)
-
-
-def test_a_flipped_bit_is_found_by_the_checksums(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.pt", {"w": torch.zeros(1000)})
-    assert find_archive_fault(path) is None
-    data = bytearray(path.read_bytes())
-    data[data.index(bytes(4000)) + 2000] ^= 1
-    path.write_bytes(data)
-    assert "w" in read_torch_file(path)  # torch does not look
-    assert "was altered in a/data/0" in str(find_archive_fault(path))
 
 
 def test_files_without_checksums_have_no_fault(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """Examining checkpoints: every fault is found and named, in ours and in foreign ones."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import everygpu
 from everygpu.checkpoint.verify import examine, total_bytes
-from everygpu.errors import CheckpointNotFoundError
-from tests.checkpoint.forge import edit_document
 from tests.checkpoint.models import Net
 from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.test_dcp import write_dcp
@@ -28,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_good_checkpoint_has_no_fault(path: Path) -> None:
     seen: list[int] = []
     report = examine(path, seen.append)
-    assert (report.faults, report.means, report.num_files) == ((), "SHA-256", 4)
+    assert (report.faults, report.format, report.num_files) == ((), "everygpu; SHA-256", 4)
     assert sum(seen) == total_bytes(path) - (path / "SHA256SUMS").stat().st_size
 
 
@@ -53,13 +50,6 @@ def test_a_flipped_bit_is_found_and_the_file_named(path: Path, name: str, place:
     assert name in examine(path).faults[0]
 
 
-def test_all_faults_are_listed_not_just_the_first(path: Path) -> None:
-    for name in ("model.safetensors", "training.safetensors"):
-        data = (path / name).read_bytes()
-        (path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert len(examine(path).faults) == 2
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"format": "x"}', '{"format": "everygpu", "version": 1}'])
 def test_a_file_of_anything_or_missing_is_a_fault(path: Path, name: str, text: str | None) -> None:
@@ -67,18 +57,6 @@ def test_a_file_of_anything_or_missing_is_a_fault(path: Path, name: str, text: s
     if text is not None:
         (path / name).write_text(text)
     assert name in examine(path).faults[0]
-
-
-@pytest.mark.parametrize("changes", [{"parts": {"model": {}}}, {"parts": []}, {"rng": {"$tensor": "x"}}], ids=str)
-def test_a_document_of_another_structure_is_a_fault(path: Path, changes: dict[str, Any]) -> None:
-    edit_document(path, **changes)
-    (fault,) = examine(path).faults
-    assert "checkpoint.json" in fault
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
-        examine(tmp_path / "none")
 
 
 def test_foreign_files_without_fault(tmp_path: Path) -> None:

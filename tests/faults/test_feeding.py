@@ -77,7 +77,7 @@ def loader_of(do, **options):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_killed_worker_is_a_typed_error(options, prefetch):
     feeder = Feeder(loader_of(kill_oneself, **options), ["cpu"] * 2, prefetch=prefetch)
-    with pytest.raises(WorkerError, match=r"died: pid \d+ was ended by SIGKILL\. The kernel's out-of-memory killer"):
+    with pytest.raises(WorkerError, match=r"died: pid \d+ with exit code -9\. -9 is the kernel's out-of-memory killer"):
         drain(feeder)
     assert_nothing_left()
 
@@ -97,13 +97,13 @@ def test_a_worker_killed_while_the_loop_computes():
     for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGKILL)
     time.sleep(0.3)  # torch would raise here, wherever the loop is
-    with pytest.raises(WorkerError, match="ended by SIGKILL"):
+    with pytest.raises(WorkerError, match="exit code -9"):
         list(feed)
     assert_nothing_left()
 
 
 def test_a_worker_that_exits():
-    with pytest.raises(WorkerError, match=r"ended with exit status 3\. Run with num_workers=0"):
+    with pytest.raises(WorkerError, match=r"with exit code 3\..* num_workers=0 shows"):
         drain(Feeder(loader_of(exit_at_once), "cpu"))
     assert_nothing_left()
 

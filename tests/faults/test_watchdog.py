@@ -114,7 +114,7 @@ def wait_for_ranks_beside_a_forward() -> None:
 
 
 def train_while_saving(folder: Path) -> None:
-    def save(check: object) -> None:
+    def save() -> None:
         time.sleep(3 * SOON_S)
         (folder / "saved").touch()
 

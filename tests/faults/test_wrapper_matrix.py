@@ -61,5 +61,5 @@ def test_every_cell_is_bit_equal(tmp_path: Path, wrapper: str, num_replicas: int
         assert same_state(snapshot(target, own), snapshot(net, optimizer)), f"{target_wrapper} on {n} differs"
         assert target.head.weight is target.embed.weight
     alone = Net(seed=3).cpu()
-    everygpu.load(path, model=alone, map_location="cpu")
+    everygpu.load(path, model=alone)
     assert same_state(snapshot(alone), snapshot(net))

@@ -15,19 +15,10 @@ from torch.utils.data.distributed import DistributedSampler
 import everygpu
 from everygpu.errors import SplitError
 from everygpu.feed.dealing import Dealing, kind_of
-from everygpu.ranks.lockstep import Lockstep
 
 
 def dealings(kind, size):
     return [Dealing(SimpleNamespace(rank=rank, size=size), kind) for rank in range(size)]
-
-
-def test_a_batch_of_ten_on_four_ranks():
-    ranks = dealings("indexed", 4)
-    found = [list(dealing.cut(iter([list(range(10)), range(10, 13)]))) for dealing in ranks]
-    assert found == [[[0, 1, 2], [10]], [[3, 4, 5], [11]], [[6, 7], [12]], [[8, 9], [10]]]
-    empty = ranks[3].take(torch.ones(2)), ranks[3].take({"x": torch.ones(1, 3), "name": "a"})
-    assert [len(empty[0]), empty[1]["x"].shape, empty[1]["name"]] == [2, (0, 3), "a"]
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=5), num_ranks=st.integers(1, 6))
@@ -66,15 +57,6 @@ def test_a_batch_that_cant_be_without_rows_is_an_error_only_where_one_is_needed(
     assert dealing.take(batch) is batch
     with pytest.raises(SplitError, match="drop_last=True"):
         dealing.lockstep.empty_batch()
-
-
-def test_all_ranks_learn_that_one_needs_a_batch_that_there_is_not():
-    other_has_ended = SimpleNamespace(rank=0, gather=lambda own: [own, (1, -1, 0)])
-    lockstep = Lockstep(other_has_ended, must_match=False)
-    for _ in range(2):
-        lockstep.note(lambda: [][0], int)
-    with pytest.raises(IndexError):
-        lockstep.goes_on(True)
 
 
 DATA = TensorDataset(torch.arange(8))

@@ -25,18 +25,17 @@ PROPERTY = settings(max_examples=20, suppress_health_check=[HealthCheck.function
     size=st.integers(0, 9),
     count=st.integers(1, 4),
     prefetch=st.integers(0, 4),
-    split=st.sampled_from(["chunk", "even"]),
 )
-def test_batches_come_once_in_order_and_split_as_planned(devices, num, size, count, prefetch, split):
+def test_batches_come_once_in_order_and_split_as_planned(devices, num, size, count, prefetch):
     used = devices(count)
     loader = batches(num, size)
-    out = list(Feeder(loader, used, prefetch=prefetch, split=split))
+    out = list(Feeder(loader, used, prefetch=prefetch))
     assert len(out) == num
     for (x, y), (expected_x, expected_y) in zip(out, loader):
         assert x.device == y.device == used[0]
         assert gather(x).cpu().equal(expected_x)
         assert gather(y).cpu().equal(expected_y)
-        shards = everygpu.scatter(expected_x, used, split=split)
+        shards = everygpu.scatter(expected_x, used)
         if isinstance(x, ShardedBatch):
             assert [s.shape for s in x.shards] == [s.shape for s in shards]
             assert [s.device for s in x.shards] == used[: len(shards)]
@@ -93,11 +92,6 @@ class TestTargets:
         (x,) = Feeder([torch.ones(3, 8)], model)
         assert [tuple(s.shape) for s in x.shards] == [(3, 2), (3, 6)]
 
-    def test_options_come_before_the_models(self):
-        model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, dim=1, split=[1, 3])
-        (x,) = Feeder([torch.ones(8, 3)], model, dim=0, split="even")
-        assert [tuple(s.shape) for s in x.shards] == [(4, 3), (4, 3)]
-
     def test_a_compiled_wrapper(self):
         model = torch.compile(DataParallel(nn.Linear(3, 2), ["cpu"] * 2), backend="eager")
         assert Feeder([], model).devices == [CPU] * 2
@@ -115,67 +109,9 @@ class TestTargets:
 
         torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=1e-7)
 
-    def test_a_bare_module_is_on_one_device(self):
-        assert Feeder([], nn.Linear(3, 2)).devices == [CPU]
-        assert Feeder([], nn.Identity()).devices == [CPU]
-
-    def test_names(self):
-        assert Feeder([], "cpu").devices == [CPU]
-        assert Feeder([], ["cpu", "cpu"]).devices == [CPU] * 2
-
-    def test_every_device_when_left_out(self):
-        assert Feeder([]).devices == everygpu.devices.parse.parse_devices(None)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"prefetch": -1}, "prefetch must be a whole number from 0, got -1"),
-            ({"prefetch": 1.5}, "prefetch must be"),
-            ({"prefetch": True}, "prefetch must be"),
-            ({"timeout": 0}, "timeout must be more than 0"),
-            ({"timeout": "3"}, "timeout must be more than 0 seconds, got '3'"),
-            ({"timeout": True}, "timeout must be more than 0 seconds, got True"),
-            ({"timeout": float("nan")}, "timeout must be more than 0 seconds, got nan"),
-            ({"timeout": 1, "prefetch": 0}, "needs a thread"),
-            ({"dim": "0"}, "dim must be an int, got '0'"),
-            ({"dim": True}, "dim must be an int, got True"),
-            ({"split": "most"}, "split: must be"),
-            ({"split": [1, 2]}, "split: must be"),
-        ],
-        ids=str,
-    )
-    def test_wrong_options(self, options, message):
-        with pytest.raises(OptionError, match=message):
-            Feeder([], ["cpu"] * 3, **options)
-
-    @pytest.mark.parametrize(
-        ("loader", "named"), [(None, "NoneType"), (5, "int"), (DataLoader, "the class DataLoader")]
-    )
-    def test_what_can_not_be_iterated(self, loader, named):
-        with pytest.raises(OptionError, match=f"{named} is no iterable of batches. Pass"):
-            Feeder(loader, "cpu")
-
     def test_what_is_iterated_by_index_alone(self):
         dataset = TensorDataset(torch.arange(3.0))
         assert [x.item() for (x,) in Feeder(dataset, "cpu")] == [0, 1, 2]
-
-    @pytest.mark.parametrize(
-        ("target", "named"),
-        [
-            (nn.Linear, "the class Linear"),
-            (torch.optim.SGD([torch.ones(1)]), "SGD"),
-            (1.5, "float"),
-            (DataLoader(TensorDataset(torch.ones(2))), "DataLoader"),
-        ],
-        ids=lambda value: type(value).__name__,
-    )
-    def test_what_is_neither_model_nor_devices(self, target, named):
-        with pytest.raises(OptionError, match=f"must be a model, a TrainStep or devices, got {named}. Leave"):
-            Feeder([], target)
-
-    def test_unknown_device(self):
-        with pytest.raises(DeviceError):
-            Feeder([], "gpu0")
 
 
 class TestBatches:
@@ -228,21 +164,11 @@ class TestBatches:
         assert out[1] is mask
         assert out[2] == 2
 
-    def test_on_one_device_rows_may_differ(self):
-        (out,) = Feeder([(torch.ones(3), torch.ones(5))], "cpu")
-        assert [len(x) for x in out] == [3, 5]
-
     def test_a_batch_of_one_row_is_plain(self, devices):
         used = devices(3)
         (out,) = Feeder([torch.ones(1, 2)], used)
         assert type(out) is torch.Tensor
         assert out.device == used[0]
-
-    def test_zero_dim_tensors_go_to_the_first_device(self, devices):
-        used = devices(2)
-        (out,) = Feeder([(torch.ones(4), torch.tensor(3.0))], used)
-        assert out[1].device == used[0]
-        assert out[1].item() == 3
 
     def test_an_input_that_takes_gradients(self, devices):
         used = devices(2)
@@ -258,11 +184,6 @@ class TestBatches:
         first.zero_()
         product.sum().backward()
         assert weight.grad == 2
-
-    def test_a_batch_that_is_sharded_already(self):
-        (x,) = Feeder([torch.ones(4)], ["cpu"] * 2)
-        (y,) = Feeder([x], ["cpu"] * 2)
-        assert y is x
 
     def test_rows_that_differ_are_an_error_at_that_batch(self):
         feed = iter(Feeder([torch.ones(2), (torch.ones(4), torch.ones(3)), torch.ones(2)], ["cpu"] * 2))
@@ -303,13 +224,6 @@ class TestLoaders:
             assert list(first) == []
         feeder.close()
 
-    def test_an_iterable_without_a_length(self):
-        feeder = Feeder((x for x in batches(3)), ["cpu"] * 2)
-        with pytest.raises(TypeError):
-            len(feeder)
-        assert len(list(feeder)) == 3
-        assert list(feeder) == []
-
     def test_an_infinite_loader(self):
         feeder = Feeder((torch.full((2,), i) for i in itertools.count()), ["cpu"] * 2)
         firsts = [x[0].item() for x in itertools.islice(feeder, 5)]
@@ -331,15 +245,6 @@ class TestLoaders:
         assert len(made) == 4  # one in use, three ready
         feed.close()
 
-    def test_without_prefetch_there_is_no_thread(self):
-        made = []
-        feed = iter(Feeder((made.append(i) or torch.ones(2) for i in itertools.count()), "cpu", prefetch=0))
-        next(feed)
-        assert made == [0]
-        assert not feeder_threads()
-        feed.close()
-        assert list(feed) == []
-
 
 def test_grad_mode_of_the_loop_does_not_matter():
     with torch.inference_mode():
@@ -347,14 +252,28 @@ def test_grad_mode_of_the_loop_does_not_matter():
     assert torch.stack([gather(x) for x in out]).mean() == 0.5
 
 
-def test_the_generator_is_drawn_from_in_a_fixed_order():
-    orders = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        feeder = Feeder(numbered(12, batch_size=2, shuffle=True), ["cpu"] * 2)
-        seen = []
-        for (x,) in feeder:
-            torch.rand(3)  # as dropout does
-            seen.append(gather(x).tolist())
-        orders.append(seen)
-    assert orders[0] == orders[1] == orders[2]
+def test_any_target_and_any_iterable():
+    for target in (nn.Linear(3, 2), nn.Identity(), "cpu"):
+        assert Feeder([], target).devices == [CPU]
+    assert Feeder([]).devices == everygpu.devices.parse.parse_devices(None)
+    for target in ("gpu0", nn.Linear, 1.5, torch.optim.SGD([torch.ones(1)])):
+        with pytest.raises(DeviceError):
+            Feeder([], target)
+    for options in ({"prefetch": -1}, {"timeout": 0}, {"timeout": 1, "prefetch": 0}):
+        with pytest.raises(OptionError, match="prefetch counts batches, from 0"):
+            Feeder([], "cpu", **options)
+    for loader in (None, 5, DataLoader):
+        with pytest.raises(OptionError, match="is no iterable of batches. Pass"):
+            Feeder(loader, "cpu")
+    made = []
+    feeder = Feeder((made.append(i) or torch.full((2,), i) for i in itertools.count()), "cpu", prefetch=0)
+    with pytest.raises(TypeError):
+        len(feeder)
+    with iter(feeder) as feed:
+        next(feed)
+        assert made == [0], "without prefetch there is no thread"
+        assert not feeder_threads()
+    assert list(feed) == []
+    (x,) = Feeder([torch.ones(4)], ["cpu"] * 2)
+    (again,) = Feeder([x], ["cpu"] * 2)
+    assert again is x, "sharded already"

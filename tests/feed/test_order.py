@@ -238,17 +238,8 @@ def test_all_workers_may_change(name, before, after):
 
 def test_a_stream_is_not_resumed_with_other_workers():
     for before, after in ("01", "20", "12"):
-        with pytest.raises(CheckpointMismatchError, match=f"num_workers .* was {before} then, {after} now"):
+        with pytest.raises(CheckpointMismatchError, match=f"num_workers={before} then, and {after} now"):
             resumed(LOADERS["own stream"], 2, WORKERS[before], WORKERS[after])
-
-
-def test_every_epoch_has_another_order_and_every_feeder():
-    torch.manual_seed(0)
-    seen = [Run(LOADERS["shuffled"], 1).run()[i : i + 6] for i in (0, 6, 12)]
-    assert [sorted(itertools.chain(*epoch)) for epoch in seen] == [list(range(NUM))] * 3
-    assert len({str(epoch) for epoch in seen}) == 3
-    loader = LOADERS["shuffled"]()
-    assert len({str([x.tolist() for (x,) in Feeder(loader, "cpu")]) for _ in range(5)}) == 5
 
 
 def test_the_seed():
@@ -260,9 +251,6 @@ def test_the_seed():
     torch.manual_seed(1)
     first = orders(LOADERS["by a generator"])
     assert first == orders(LOADERS["by a generator"]), "that generator decides"
-    for seed in (-1, 2**63, 1.0, True, "0"):
-        with pytest.raises(OptionError, match="seed must be"):
-            Feeder([], "cpu", seed=seed)
 
 
 def test_what_the_loop_draws_is_its_own():
@@ -301,14 +289,6 @@ def test_an_order_that_is_drawn_as_it_goes_is_refused_where_it_differs():
             continue
         with pytest.raises(CheckpointMismatchError, match="doesn't draw the same order again"):
             iter(again)
-
-
-def test_another_order_of_the_same_data_is_refused():
-    before, after = (Feeder(DataLoader(DATA, 4, sampler=order), "cpu") for order in (range(NUM), range(NUM)[::-1]))
-    next(iter(before))
-    after.load_state_dict(before.state_dict())
-    with pytest.raises(CheckpointMismatchError, match="doesn't draw the same order again"):
-        iter(after)
 
 
 class Counting(Dataset):
@@ -445,25 +425,6 @@ class TestOtherLoaders:
         assert loader.resumed_at == 3  # what was prepared ahead does not count
         assert feeder.epoch == 1
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: StandsForAnother(DataLoader(torch.arange(NUM), 4, shuffle=True)),
-            lambda: StandsForAnother(DataLoader(torch.arange(NUM), 4, shuffle=True, num_workers=1)),
-            Custom,
-            lambda: list(torch.arange(NUM).split(4)),
-            lambda: torch.arange(NUM).split(4).__iter__(),
-        ],
-        ids=["passes for another", "with workers", "shuffles by itself", "list", "iterator"],
-    )
-    def test_any_is_read_again(self, make):
-        whole = Feeder(make(), "cpu", seed=1)
-        expected = [x.tolist() for x in whole]
-        again = Feeder(make(), "cpu")
-        again.load_state_dict(after(Feeder(make(), "cpu", seed=1), 4))
-        assert [x.tolist() for x in again] == expected[4:]
-        assert [x.tolist() for x in again] == [x.tolist() for x in whole]
-
     @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
     def test_one_with_an_iter_of_its_own(self, options):
         first, second = (Feeder(Tenfold(DATA, 4, shuffle=True, **options), "cpu", seed=s) for s in (1, 2))
@@ -479,21 +440,6 @@ class TestOtherLoaders:
         feeder.load_state_dict(after(Feeder(BegunOnce(DATA, 4), "cpu"), 1))
         with pytest.raises(CheckpointMismatchError, match="asks its sampler for no indices"):
             iter(feeder)
-
-    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-    def test_torchdata_s_own(self):
-        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-
-        def make():
-            return Feeder(torchdata.StatefulDataLoader(torch.arange(NUM), 4, shuffle=True), "cpu")
-
-        first, again = make(), make()
-        with iter(first) as feed:
-            for _ in range(3):
-                next(feed)
-            state, expected = first.state_dict(), [x.tolist() for x in feed]
-        again.load_state_dict(state)
-        assert [x.tolist() for x in again] == expected
 
 
 def place(feeder):
@@ -523,18 +469,6 @@ class TestPosition:
         assert len(list(feeder)) == 6
         assert place(feeder) == (3, 0)
 
-    def test_of_the_pass_begun_last(self, feeder):
-        old = iter(feeder)
-        next(old)
-        new = iter(feeder)
-        next(old)
-        assert place(feeder) == (1, 0)
-        next(new)
-        assert place(feeder) == (1, 1)
-        list(old)
-        assert place(feeder) == (1, 1)
-        new.close()
-
     def test_an_error_of_the_dataset(self):
         class Faulty(Counting):
             def __getitem__(self, i):
@@ -546,45 +480,15 @@ class TestPosition:
         assert place(feeder) == (0, 4)
 
     def test_an_interrupt_while_a_batch_is_made_ready(self, feeder, monkeypatch):
-        def interrupt(step):
+        def interrupt(*step):
             raise KeyboardInterrupt
 
         feed = iter(feeder)
         next(feed)
-        monkeypatch.setattr(feed._meter, "add", interrupt)
+        monkeypatch.setattr(feed._waiting, "add", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert place(feeder) == (0, 1)
-
-    def test_an_interrupt_while_a_pass_is_resumed_leaves_it(self):
-        class Interrupted(Stream):
-            is_on = False
-
-            def __iter__(self):
-                for position, value in enumerate(super().__iter__()):
-                    if self.is_on and position == 2:
-                        raise KeyboardInterrupt
-                    yield value
-
-        dataset = Interrupted()
-        feeder = Feeder(DataLoader(dataset, 1), "cpu")
-        state = after(feeder, 4)
-        feeder.load_state_dict(state)
-        dataset.is_on = True
-        with pytest.raises(KeyboardInterrupt):
-            iter(feeder)
-        assert feeder.state_dict() == state
-        dataset.is_on = False
-        assert len(list(feeder)) == NUM - 4
-
-    def test_a_checkpoint_keeps_it(self, tmp_path):
-        feeder, again = (Feeder(LOADERS["stateful"](), "cpu") for _ in "ab")
-        with iter(feeder) as feed:
-            next(feed)
-            everygpu.save(tmp_path / "checkpoint", data=feeder)
-            expected = [x.tolist() for (x,) in feed]
-        everygpu.load(tmp_path / "checkpoint", data=again)
-        assert [x.tolist() for (x,) in again] == expected
 
     @pytest.mark.parametrize(
         "state", [None, {}, [3], {"epoch": 1}, {"epoch": 0, "batch": 3, "generator": None, "loader": None}], ids=str
@@ -599,9 +503,9 @@ class TestPosition:
     @pytest.mark.parametrize(
         ("other", "reason"),
         [
-            (lambda: DataLoader(range(9), 2), "number of batches was 3 then, 5 now"),
-            (lambda: DataLoader(range(10), 4), "number of rows was 9 then, 10 now"),
-            (lambda: DataLoader(range(9), 3), "batch_size was 4 then, 3 now"),
+            (lambda: DataLoader(range(9), 2), "batches=3 then, and 5 now"),
+            (lambda: DataLoader(range(10), 4), "rows=9 then, and 10 now"),
+            (lambda: DataLoader(range(9), 3), "batch_size=4 then, and 3 now"),
         ],
     )
     def test_other_data_is_refused_in_the_middle_of_a_pass(self, other, reason):
@@ -625,3 +529,21 @@ def test_the_loader_itself_stays_as_it_was():
     before = dict(vars(loader))
     list(Feeder(loader, "cpu"))
     assert vars(loader) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StandsForAnother(DataLoader(torch.arange(NUM), 4, shuffle=True, num_workers=1)),
+        Custom,
+        lambda: torch.arange(NUM).split(4).__iter__(),
+    ],
+    ids=["passes for another", "shuffles by itself", "iterator"],
+)
+def test_any_loader_is_read_again(make):
+    whole = Feeder(make(), "cpu", seed=1)
+    expected = [x.tolist() for x in whole]
+    again = Feeder(make(), "cpu")
+    again.load_state_dict(after(Feeder(make(), "cpu", seed=1), 4))
+    assert [x.tolist() for x in again] == expected[4:]
+    assert [x.tolist() for x in again] == [x.tolist() for x in whole]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import everygpu
-from everygpu.errors import OptionError
 from tests.feed import rank_loaders as loaders
 from tests.ranks.harness import run_ranks
 
@@ -177,8 +176,3 @@ def test_a_meter_of_one_process_is_all(environ_alone):
 @pytest.fixture
 def environ_alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-
-def test_options_are_checked():
-    with pytest.raises(OptionError, match="Feeder: sharded must be True or False, got 3"):
-        everygpu.Feeder([], "cpu", sharded=3)

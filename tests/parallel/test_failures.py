@@ -106,5 +106,5 @@ def test_loader(prefetch):
 def test_background_save(caplog):
     caplog.set_level(logging.CRITICAL)  # pytest keeps the record, and that the exception
     background = Background()
-    background.start(lambda check: fail(torch.ones(4)))
+    background.start(lambda: fail(torch.ones(4)))
     check(background.wait)

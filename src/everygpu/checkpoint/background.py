@@ -10,62 +10,57 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
 
 from everygpu.progress import SAVING_THREAD
 
 logger = logging.getLogger("everygpu")
-
-Check: TypeAlias = Callable[[], None]
-"""Called by the work where it can stop; raises `AbandonedError` where the caller no longer waits for it."""
-
-Work: TypeAlias = Callable[[Check], object]
-
-
-class AbandonedError(Exception):
-    """Ends work whose caller was interrupted: the tensors it reads may change now. Never leaves this module."""
 
 
 class Background:
     """Runs one piece of work at a time beside the caller; a thread ends with its work."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._task: _Task | None = None
+        self._turn = threading.Lock()  # where a signal's handler saves in the middle of a save
+        self._pid = os.getpid()
 
-    def start(self, work: Work) -> None:
-        """Begin a piece of work, after the one before it, whose error is raised."""
-        self.wait()
-        task = _Task(lambda check: _log_error(work, check), self._turn)
-        self._tasks.append(task)
-        task.start()
-
-    def run(self, work: Work) -> None:
-        """Do a piece of work, after the one before it, and wait for it; given up if the wait is interrupted."""
+    def run(self, work: Callable[[], object]) -> None:
+        """Do a piece of work, after the one before it; what interrupts the wait for it is raised when it is done."""
         self.wait()
         task = _Task(work, self._turn)
+        interrupt: BaseException | None = None
+        while not task.is_done:
+            try:
+                task.wait()
+            except BaseException as error:  # noqa: BLE001 - the tensors that the work reads must not change meanwhile
+                interrupt = error
+        self._task = task
         try:
-            self._tasks.append(task)
-            task.start()
-            task.wait()
-        except BaseException:
-            # First of all, and without a call: a second interrupt can't come before it.
-            task.is_abandoned = True
-            task.wait()
-            raise
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            del interrupt
         self.check()
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin a piece of work, after the one before it, whose error is raised."""
+        self.wait()
+        self._task = _Task(lambda: _log_error(work), self._turn)
+        self._task.start()
 
     def wait(self) -> None:
         """Wait until the work is done, and raise its error once; when interrupted, the work goes on."""
-        if self._pid != os.getpid():  # forked: the threads are in the other process
-            self._begin()
-        for task in tuple(self._tasks):
-            task.wait()
+        if self._pid != os.getpid():  # forked: the thread is in the other process
+            self.__init__()  # type: ignore[misc]
+        if self._task is not None:
+            self._task.wait()
         self.check()
 
     def check(self) -> None:
         """Raise what the work has raised by now, once; don't wait for it."""
-        while self._tasks and self._tasks[0].is_done:
-            task = self._tasks.pop(0)
+        task = self._task
+        if task is not None and task.is_done:
+            self._task = None
             # The traceback holds this frame and the task: one that held the error would keep what the work allocated.
             error, task.error = task.error, None
             try:
@@ -74,25 +69,17 @@ class Background:
             finally:
                 del error
 
-    def _begin(self) -> None:
-        # Several only where a signal's handler saves in the middle of a save.
-        self._tasks: list[_Task] = []
-        self._turn = threading.Lock()
-        self._pid = os.getpid()
-
 
 class _Task:
     """A piece of work, done once, whose start and end can be waited for again after an interrupt."""
 
-    def __init__(self, work: Work, turn: threading.Lock) -> None:
-        self.is_done = False
-        self.is_abandoned = False
+    def __init__(self, work: Callable[[], object], turn: threading.Lock) -> None:
+        self.is_done = self._is_started = False
         self.error: BaseException | None = None
-        self._work: Work | None = work
+        self._work: Callable[[], object] | None = work
         self._turn = turn
         self._claim, self._running = threading.Lock(), threading.Lock()
         self._running.acquire()
-        self._is_started = False
 
     def start(self) -> None:
         """Begin the work; again, where an interrupt cut the first call off.
@@ -100,9 +87,7 @@ class _Task:
         At the interpreter's end the work is done here: a thread begun in ``atexit`` would not be waited for, and
         Python 3.12 and later refuse to begin one.
         """
-        if self._is_started:
-            return
-        if not self._start_thread():
+        if not self._is_started and not self._start_thread():
             self._run()
         self._is_started = True
 
@@ -144,9 +129,7 @@ class _Task:
         try:
             with self._turn:
                 if self._work is not None:
-                    self._work(self._check)
-        except AbandonedError:
-            pass
+                    self._work()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self.error = error
         finally:
@@ -154,14 +137,10 @@ class _Task:
             self.is_done = True
             self._running.release()
 
-    def _check(self) -> None:
-        if self.is_abandoned:
-            raise AbandonedError
 
-
-def _log_error(work: Work, check: Check) -> None:
+def _log_error(work: Callable[[], object]) -> None:
     try:
-        work(check)
+        work()
     except BaseException as error:
         logger.error("A checkpoint saved in the background failed: %s", error)
         raise

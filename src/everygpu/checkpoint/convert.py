@@ -1,7 +1,7 @@
 """Write a checkpoint's model as a file that other programs read."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from everygpu.checkpoint.directory import must_be_writable, new_file
-from everygpu.checkpoint.foreign import format_of
 from everygpu.checkpoint.format import write_safetensors
 from everygpu.checkpoint.load import read_any
 from everygpu.checkpoint.modules import rename
 from everygpu.checkpoint.values import check_storable, identity
-from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, OptionError
+from everygpu.errors import CheckpointForeignError, OptionError
 
 _SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"),
@@ -41,7 +40,6 @@ def convert(
     *,
     section: str | None = None,
     strip_prefix: str = "",
-    dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Outcome:
     """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete."""
@@ -56,8 +54,6 @@ def convert(
     model = _renamed(contents.require_model(source), strip_prefix)
     versions = contents.parts["model"].state["versions"]
     versions = {f"{path}.".removeprefix(strip_prefix).rstrip(".") if path else "": v for path, v in versions.items()}
-    if dtype is not None:
-        model = _each(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     left_out = {*contents.parts, *contents.extras} - {"model"}
     with must_be_writable(destination, "convert"), new_file(destination) as temporary:
@@ -79,18 +75,9 @@ def convert(
 def _check_destination(destination: Path, overwrite: bool) -> None:
     if not destination.exists():
         return
-    if not overwrite:
-        raise CheckpointForeignError(f"convert: {destination} exists. Pass --overwrite to replace it.")
-    try:
-        is_weights = not destination.is_dir() and format_of(destination) in ("torch.save", "safetensors")
-    except CheckpointDamagedError:  # empty
-        is_weights = True
-    except CheckpointForeignError:
-        is_weights = False
-    if not is_weights:
+    if not overwrite or destination.is_dir():
         raise CheckpointForeignError(
-            f"convert: {destination} is no file of weights. Nothing was changed. Choose another one, or remove it "
-            f"yourself."
+            f"convert: {destination} exists. {'Choose a file' if overwrite else 'Pass --overwrite to replace it'}."
         )
 
 
@@ -104,28 +91,15 @@ def _renamed(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return rename(model, lambda name: name.removeprefix(prefix))
 
 
-def _each(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Change tensors, those that are tied to one that is tied."""
-    changed: dict[object, Tensor] = {}
-
-    def once(tensor: Tensor) -> Tensor:
-        key = identity(tensor)
-        if key not in changed:
-            changed[key] = change(tensor)
-        return changed[key]
-
-    return {name: once(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def _without_rest(tensor: Tensor) -> Tensor:
-    """Copy a tensor that is a small part of its memory: torch.save writes all of it."""
-    is_all = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_all else tensor.clone()
-
-
 def _write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
     """Write a state dict as ``torch.save(model.state_dict(), path)`` does; tied tensors stay tied."""
-    document = OrderedDict(_each(state, _without_rest))
+    # Of a tensor that is a small part of its memory, torch.save writes all of it.
+    alone: dict[object, Tensor] = {}
+    document: OrderedDict[str, Any] = OrderedDict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            is_all = value.untyped_storage().nbytes() == value.nbytes
+            document[name] = alone.setdefault(identity(value), value if is_all else value.clone())
     document._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as Module.state_dict has it
     with open(path, "wb") as file:
         try:

@@ -26,57 +26,20 @@ _CLASSES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 _FUNCTIONS = {(_RECORDS, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("torch", "Size")}
-_PATH_MODULES = ("pathlib", "pathlib._local")
-
-
-def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
-    """Read what was passed to ``torch.distributed.checkpoint.save``; without values tensors are on the meta device."""
-    path = directory / METADATA
-    try:
-        metadata = _read_metadata(path)
-        about = metadata.state_dict_metadata
-        state = {name: _empty(entry, "cpu" if with_values else "meta") for name, entry in about.items()}
-        _check(directory, metadata, with_values)
-        values = {name: value for name, value in state.items() if with_values or value is None}
-        _read_values(directory, metadata, values)
-        places = {name: (name,) for name in state} | dict(metadata.planner_data or {})
-        return dict(unflatten(state | values, places))
-    except (CheckpointDamagedError, pickle.UnpicklingError):
-        raise
-    except Exception as cause:  # altered records fail in any way
-        raise damaged(path, f"can't be read as a distributed checkpoint's ({type(cause).__name__}: {cause})") from cause
-
-
-def _read_metadata(path: Path) -> Any:
-    with open_regular(path) as file:
-        try:
-            return _Unpickler(file).load()
-        except pickle.UnpicklingError as cause:
-            if not str(cause).startswith("Unsupported"):
-                raise damaged(path, f"is no whole pickle ({cause})") from cause
-            raise
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._found: dict[tuple[str, str], Any] = {}
-
     def find_class(self, module: str, name: str, /) -> Any:
-        key = (module, name)
-        if key not in self._found:
-            self._found[key] = self._find(module, name)
-        return self._found[key]
-
-    def _find(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
-            return type(name, (getattr(import_module(module), name),), {})
+            found = type(name, (getattr(import_module(module), name),), {})
+            # Of one class all instances are equal only to those of the same class.
+            return self.__dict__.setdefault(f"{module}.{name}", found)
         if (module, name) in _FUNCTIONS:
             function = getattr(import_module(module), name)
             return lambda *args: function(*args)
         if (module, name) == ("collections", "OrderedDict"):
             return lambda *args: dict(*args)
-        if module in _PATH_MODULES and name.endswith("Path"):  # where it was saved; nothing is read from it
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # where it was saved; nothing is read
             return lambda *parts: "/".join(parts)
         dtype = vars(torch).get(name) if module == "torch" else None  # getattr imports torch's further modules
         if isinstance(dtype, torch.dtype):
@@ -84,38 +47,45 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}")
 
 
-def _empty(entry: Any, device: str) -> torch.Tensor | None:
-    is_tensor = hasattr(entry, "chunks")
-    # Memory is taken when it is written to, which comes after the check.
-    return torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device=device) if is_tensor else None
+def read_dcp(directory: Path) -> dict[Any, Any]:
+    """Read what was passed to ``torch.distributed.checkpoint.save``."""
+    path = directory / METADATA
+    try:
+        with open_regular(path) as file:
+            metadata = _Unpickler(file).load()
+        _check(directory, metadata)
+        state = _read_values(directory, metadata)
+        return dict(unflatten(state, {name: (name,) for name in state} | dict(metadata.planner_data or {})))
+    except CheckpointDamagedError:
+        raise
+    except Exception as cause:  # altered records fail in any way
+        if isinstance(cause, pickle.UnpicklingError) and str(cause).startswith(("Unsupported", "Weights")):
+            raise
+        raise damaged(path, f"can't be read as a distributed checkpoint's ({type(cause).__name__}: {cause})") from cause
 
 
-def _check(directory: Path, metadata: Any, with_values: bool) -> None:
-    """See that files are there in the size that is needed, and that the pieces of each tensor fill it."""
+def _check(directory: Path, metadata: Any) -> None:
+    """See that files are there in the size that is needed, and that the pieces of each tensor are all of it."""
     ends: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        if with_values or not hasattr(metadata.state_dict_metadata[index.fqn], "chunks"):
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         if Path(name).name != name or "\\" in name:
             raise damaged(directory / METADATA, f"names the file {cut(repr(name))}, which is none in the directory")
         if not (directory / name).is_file() or (directory / name).stat().st_size < end:
             raise damaged(directory / name, f"is missing, or ends before byte {end}")
-    for name, entry in metadata.state_dict_metadata.items() if with_values else ():
-        pieces = [(tuple(c.offsets), tuple(c.sizes)) for c in getattr(entry, "chunks", ())]
-        shape, num_bytes = tuple(getattr(entry, "size", ())), sum(ends.values())
-        is_whole = sum(math.prod(sizes) for _, sizes in pieces) == math.prod(shape) <= num_bytes * 8
-        if is_whole and pieces != [((0,) * len(shape), shape)]:
-            covered = torch.zeros(shape, dtype=torch.bool)
-            for offsets, sizes in pieces:
-                covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))] = True
-            is_whole = bool(covered.all())
-        if hasattr(entry, "chunks") and not is_whole:
+    for name, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            continue
+        is_whole = sum(math.prod(c.sizes) for c in entry.chunks) == math.prod(entry.size) <= 8 * sum(ends.values())
+        covered = torch.zeros(entry.size if is_whole else (), dtype=torch.bool, device="cpu")
+        for chunk in entry.chunks if is_whole else ():
+            covered[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes))] = True
+        if not is_whole or not covered.all():
             raise damaged(directory / METADATA, f"has pieces of {cut(repr(name))} that do not fill its shape")
 
 
-def _read_values(directory: Path, metadata: Any, state: dict[str, Any]) -> None:
-    """Fill tensors, and put values in the place of what is None."""
+def _read_values(directory: Path, metadata: Any) -> dict[str, Any]:
     # These take half a second, and only this needs them.
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -125,11 +95,16 @@ def _read_values(directory: Path, metadata: Any, state: dict[str, Any]) -> None:
         def load_bytes(self, read_item: Any, value: Any) -> None:
             state[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
-    reader, planner = FileSystemReader(directory), Planner(flatten_state_dict=False, allow_partial_load=True)
+    about = metadata.state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if hasattr(entry, "chunks") else None
+        for name, entry in about.items()
+    }
+    reader, planner = FileSystemReader(directory), Planner(flatten_state_dict=False)
     # Equal only to its own class.
     places = {MetadataIndex(i.fqn, i.offset, i.index): info for i, info in metadata.storage_data.items()}
-    wanted = {name: about for name, about in metadata.state_dict_metadata.items() if name in state}
-    whole = Metadata(state_dict_metadata=wanted, storage_data=places)
+    whole = Metadata(state_dict_metadata=about, storage_data=places)
     reader.set_up_storage_reader(whole, is_coordinator=True)
     planner.set_up_planner(state, whole, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()
+    return state

@@ -2,8 +2,6 @@
 
 import re
 import zipfile
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal, TypeAlias
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from everygpu.checkpoint.dcp import METADATA, read_dcp
 from everygpu.checkpoint.format import cut, damaged, open_regular, read_json, read_safetensors
-from everygpu.checkpoint.parts import Contents, Part, is_optimizer_state, sort_document
+from everygpu.checkpoint.parts import Contents, sort_document
 from everygpu.errors import CheckpointError, CheckpointForeignError, CheckpointNotFoundError
 
 Format: TypeAlias = Literal["torch.save", "safetensors", "sharded, with an index", "torch.distributed.checkpoint"]
@@ -24,8 +22,6 @@ _MODEL_FILES = tuple(
     for suffix in (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin")
 )
 """What Transformers, Accelerate, Diffusers and PEFT call a model's file in a directory, best first."""
-_COMPANIONS = {"optimizer": ("optimizer.bin", "optimizer.pt"), "scheduler": ("scheduler.bin", "scheduler.pt")}
-"""What Accelerate and Transformers' Trainer put beside a model."""
 
 _HEAD_BYTES = 512
 _OTHERS = {
@@ -38,28 +34,12 @@ _OTHERS = {
 _WANTED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) (\S+)")
 _FRAME = "Unsupported operand 149"
 """What torch says of the first instruction that every pickle of protocol 4 or later has, and no earlier one."""
-_MISSING_SUPPORT = re.compile(r"``(torch\.[\w.]+)``[^`]* must be imported")
 
 
-def read_foreign(path: Path, *, section: str | None = None, with_values: bool = True) -> Contents:
+def read_foreign(path: Path, section: str | None = None) -> Contents:
     """Read a file of torch.save or safetensors, shards with an index, or a directory with such files, or of DCP."""
     words, file, *_ = list_files(path)
-    contents = sort_document(_read(file, words, with_values), words, section)
-    if not path.is_dir():
-        return contents
-    parts, notes = dict(contents.parts), list(contents.notes)
-    for part, names in _COMPANIONS.items():
-        beside = next((path / name for name in names if (path / name).is_file()), None)
-        if beside is None or part in parts:
-            continue
-        try:
-            state = _read(beside, format_of(beside))
-        except CheckpointError as error:  # the model can be loaded all the same
-            notes.append(f"{beside.name} is left out ({error})")
-            continue
-        if is_optimizer_state(state) if part == "optimizer" else isinstance(state, Mapping):
-            parts[part] = Part(kind=None, state=state)
-    return replace(contents, parts=parts, notes=tuple(notes))
+    return sort_document(_read(file, words), words, section)
 
 
 def list_files(path: Path) -> tuple[Any, ...]:
@@ -128,14 +108,14 @@ def find_archive_fault(path: Path) -> str | None:
     return None if altered is None else f"was altered in {cut(altered)}: its checksum differs"
 
 
-def _read(path: Path, words: Format, with_values: bool = True) -> Any:
+def _read(path: Path, words: Format) -> Any:
     if words == "safetensors":
         return read_safetensors(path)
     if words == "torch.save":
         return read_torch(path)
     if words == "torch.distributed.checkpoint":
         try:
-            return read_dcp(path, with_values=with_values)
+            return read_dcp(path)
         except UnpicklingError as cause:
             raise _explain(path, str(cause)) from cause
     shards = _weight_map(path)
@@ -197,23 +177,21 @@ def _weight_map(path: Path) -> dict[str, Path]:
 
 
 def _explain(path: Path, message: str) -> CheckpointError:
-    wanted, support = _WANTED.search(message), _MISSING_SUPPORT.search(message)
-    if support is not None:
-        what, advice = f"holds tensors of {support[1]}", f"Import {support[1]} first, or save ordinary tensors."
-    elif wanted is not None:
+    """Say what torch's restricted unpickler has refused."""
+    wanted = _WANTED.search(message)
+    if wanted is None and _FRAME not in message:
+        return damaged(path, f"can't be read by torch's restricted unpickler ({_first_line(message)})")
+    what = "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing"
+    advice = (
+        "Where you trust the file, read it with torch.load(path, weights_only=False), and save it anew: "
+        "torch.save(state_dict, new_path)."
+    )
+    if wanted is not None:
         what = f"wants to run {wanted[1].rstrip('.')}"
         advice = (
             "Nothing of it was run. Ask for a file with only a state_dict; if you know this name to be harmless, allow "
             "it with torch.serialization.add_safe_globals before loading."
         )
-    elif _FRAME in message:
-        what = "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing"
-        advice = (
-            "Where you trust the file, read it with torch.load(path, weights_only=False), or with pickle.load where "
-            "torch did not write it, and save it anew: torch.save(state_dict, new_path)."
-        )
-    else:
-        return damaged(path, f"can't be read by torch's restricted unpickler ({_first_line(message)})")
     return _refused(path, what, advice)
 
 

@@ -12,11 +12,12 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO, TypeVar
 
 import torch
@@ -67,23 +68,14 @@ def is_file_of_ours(name: str) -> bool:
     return name in (DOCUMENT, SUMS) or _TENSOR_FILE.fullmatch(name) is not None
 
 
-def write_files(
-    directory: Path,
-    tensors: Mapping[str, Tensors],
-    document: Mapping[str, Any],
-    check: Callable[[], object] = lambda: None,
-) -> None:
-    """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`.
-
-    ``check`` is called before each tensor; what it raises ends this.
-    """
+def write_files(directory: Path, tensors: Mapping[str, Tensors], document: Mapping[str, Any]) -> None:
+    """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`."""
     shards = {file: part for stem, group in tensors.items() for file, part in _shards(stem, group).items()}
-    works = [partial(write_safetensors, directory / file, part, check) for file, part in shards.items()]
+    works = [partial(write_safetensors, directory / file, part) for file, part in shards.items()]
     digests = dict(zip(shards, side_by_side(works)))
     for stem in tensors:
         if (index := _index(stem, shards)) is not None:
             digests[f"{stem}.safetensors.index.json"] = _write_text(directory / f"{stem}.safetensors.index.json", index)
-    check()
     whole = {
         "format": FORMAT,
         "version": VERSION,
@@ -156,12 +148,12 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path, f"is no valid safetensors file ({cause})") from cause
 
 
-def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] = lambda: None) -> str:
-    """Write tensors to a file and return its SHA-256, made of the memory that is being written.
+def write_safetensors(path: Path, tensors: Tensors) -> str:
+    """Write tensors to a file and return its SHA-256, made in a thread of the memory that is being written.
 
     Source:
-        ``safetensors.torch.save_file``, after which the file would have to be read to be hashed; which also wants
-        copies of what overlaps, and lets nobody else read the file.
+        ``safetensors.torch.save_file``, after which the file would have to be read to be hashed; which also holds all
+        tensors of GPUs in host memory at once, and wants copies of what overlaps.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names, end = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)), 0  # each is aligned so
@@ -173,20 +165,25 @@ def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] 
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file, _Hasher() as hasher:
-        hasher.add(head := len(text).to_bytes(8, "little") + text)
-        file.write(head)
-        for name in names:
-            check()
-            plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-            if plain.data_ptr() != tensors[name].data_ptr():  # a copy: no more than two of them at once
-                hasher.wait()
-            piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            hasher.add(piece)
-            file.write(piece)
+    with open(path, "wb") as file:
+        file.write(head := len(text).to_bytes(8, "little") + text)
+        digest, hashing = hashlib.sha256(head), Thread()
+        try:
+            for name in names:
+                plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+                piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                _join(hashing)  # no more than two copies at once: the next comes from its GPU while one is hashed
+                hashing = Thread(target=digest.update, args=[piece])
+                try:
+                    hashing.start() if piece.nbytes >= _PIECE_BYTES else hashing.run()
+                except RuntimeError:  # no thread can be begun any more, as at the interpreter's end
+                    hashing.run()
+                file.write(piece)
+        finally:
+            _join(hashing)
         file.flush()
         os.fsync(file.fileno())
-        return hasher.digest()
+        return digest.hexdigest()
 
 
 def read_json(path: Path) -> Any:
@@ -208,13 +205,16 @@ def open_regular(path: Path) -> BinaryIO:
 
 def side_by_side(works: Iterable[Callable[[], _T]]) -> list[_T]:
     """Do work in threads; one after the other where no thread can be begun any more, as at the interpreter's end."""
-    works = list(works)
+    works, pool = list(works), ThreadPoolExecutor(_THREADS)
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            futures = [pool.submit(work) for work in works]
+        futures = [pool.submit(work) for work in works]
     except RuntimeError:
+        pool.shutdown(cancel_futures=True)
         return [work() for work in works]
-    return [future.result() for future in futures]
+    try:
+        return [future.result() for future in futures]
+    finally:  # an interrupt waits for those that have begun
+        pool.shutdown(cancel_futures=True)
 
 
 def damaged(path: Path, what: str) -> CheckpointDamagedError:
@@ -239,38 +239,9 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-class _Hasher:
-    """Hashes the pieces of a file in a thread, while they are being written."""
-
-    def __init__(self) -> None:
-        self._sha256, self._is_alone = hashlib.sha256(), False
-        self._thread = ThreadPoolExecutor(1)
-        self._last: Future[None] | None = None
-
-    def __enter__(self) -> "_Hasher":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def add(self, piece: bytes | memoryview) -> None:
-        if not self._is_alone:
-            try:
-                self._last = self._thread.submit(self._sha256.update, piece)
-                return
-            except RuntimeError:  # no thread begins any more; the pool may have queued the piece all the same
-                self.wait()
-                self._thread.shutdown(cancel_futures=True)
-                self._is_alone = True
-        self._sha256.update(piece)
-
-    def wait(self) -> None:
-        if self._last is not None:
-            self._last.result()
-
-    def digest(self) -> str:
-        self.wait()
-        return self._sha256.hexdigest()
+def _join(thread: Thread) -> None:
+    if thread.ident is not None:
+        thread.join()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 from warnings import warn
 
-import torch
 from torch import Tensor
 
 from everygpu.checkpoint.directory import as_path, find_directory
@@ -26,7 +25,7 @@ from everygpu.checkpoint.format import (
 from everygpu.checkpoint.modules import Fit, check_module
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.run_directory import is_run_directory, list_saved, step_of
+from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.checkpoint.states import check_targets, detach, plan_parts
 from everygpu.checkpoint.values import decode
 from everygpu.errors import (
@@ -34,7 +33,6 @@ from everygpu.errors import (
     CheckpointError,
     CheckpointForeignError,
     CheckpointMismatchError,
-    DeviceError,
     OptionError,
 )
 
@@ -52,7 +50,6 @@ def load(
     prefix: str = "",
     ignore_mismatched: bool = False,
     rng: bool = False,
-    map_location: Any = None,
     verify: bool = True,
     **extras: Any,
 ) -> dict[str, Any]:
@@ -78,11 +75,10 @@ def load(
         ignore_mismatched: Leave the model's tensors of other shapes as they are, and name them in the log.
         rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
             not here are left out. Foreign checkpoints have none that could be read.
-        map_location: The device for tensors in the result; by default the CPU.
         verify: Whether to compare every byte with ``SHA256SUMS``.
         **extras: Objects that were saved as extras, restored in place.
     Returns:
-        The extras that were not passed: plain values as they were saved, objects as their state
+        The extras that were not passed, on the CPU: plain values as they were saved, objects as their state
         (a module as its names and tensors); and the ``step`` of a manager's checkpoint.
     Raises:
         CheckpointNotFoundError: there is nothing at the path.
@@ -92,7 +88,6 @@ def load(
         CheckpointMismatchError: names, shapes, parameter groups or an optimizer's or scheduler's class differ, or a
             part was not saved.
         CheckpointContentError: a target can't be loaded into.
-        DeviceError: map_location is no device.
         OptionError: the path is none, or empty; or nothing is asked for, and there are
             no extras to return.
     Source:
@@ -103,7 +98,6 @@ def load(
     targets = {name: target for name, target in known.items() if target is not None} | extras
     check_targets(targets)
     fit = Fit(strict=strict, prefix=prefix, ignore_mismatched=ignore_mismatched)
-    device = _parse_device(map_location)
     contents = read_any(as_path(path, "load"), verify=verify)
     if "model" in targets:
         contents.require_model(path)
@@ -115,7 +109,7 @@ def load(
     if rng:
         restores.append(plan_rng_restore(contents.rng))
     rest = {name: part for name, part in contents.extras.items() if name not in targets}
-    values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()}, device)
+    values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()})
     if not restores and not values and contents.step is None:
         raise OptionError(
             f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
@@ -125,21 +119,20 @@ def load(
     return dict(values) if contents.step is None else {**values, "step": contents.step}
 
 
-def read_any(path: Path, *, verify: bool = True, section: str | None = None, with_values: bool = True) -> Contents:
+def read_any(path: Path, *, verify: bool = True, section: str | None = None) -> Contents:
     """Read a checkpoint of any format; its tensors are on the CPU, and may be backed by the files.
 
     Args:
         path: One of ours, a run's directory, of which the newest whole one is read, or what `read_foreign` takes.
         verify: Whether to compare every byte with its digest.
         section: The name of the state dict to take for the model's, where it is not the usual one.
-        with_values: False allows tensors on the meta device.
     """
     if is_run_directory(path):
         contents = _read_run(path, verify)
     elif not path.exists() or is_claimed(path):
         contents = _read_steadily(path, verify)
     else:
-        contents = read_foreign(path, section=section, with_values=with_values)
+        contents = read_foreign(path, section)
         for note in contents.notes:
             logger.warning("%s: %s.", path, note)
         return contents
@@ -154,15 +147,6 @@ def read_any(path: Path, *, verify: bool = True, section: str | None = None, wit
     return replace(contents, parts={"model": modules[section]}, extras={}, section=section)
 
 
-def _parse_device(map_location: Any) -> torch.device:
-    try:
-        return torch.empty(0, device="cpu" if map_location is None else map_location).device
-    except (RuntimeError, TypeError, AssertionError) as cause:  # AssertionError: torch without CUDA
-        raise DeviceError(
-            f"load: map_location={map_location!r} is no device of this machine. Use for instance 'cpu' or 'cuda:0'."
-        ) from cause
-
-
 def _read_run(path: Path, verify: bool) -> Contents:
     """Read a run's newest checkpoint that is whole."""
     problems: list[str] = []
@@ -171,15 +155,13 @@ def _read_run(path: Path, verify: bool) -> Contents:
         try:
             contents = _read_steadily(saved.path, verify)
         except (CheckpointDamagedError, CheckpointForeignError) as error:
-            problems.append(str(error))
+            problems.append(f"\n  {error}")
             continue
-        problems += [other.problem for other in all_saved[position:] if not other.is_readable]
+        problems += [f"\n  {other.problem}" for other in all_saved[position:] if not other.is_readable]
         if problems:
-            listed = "".join(f"\n  {problem}" for problem in problems)
-            warn(f"load: {saved.path} is taken. Others are damaged:{listed}", stacklevel=3)
+            warn(f"load: {saved.path} is taken. Others are damaged:{''.join(problems)}", stacklevel=3)
         return contents
-    listed = "".join(f"\n  {problem}" for problem in problems)
-    raise CheckpointDamagedError(f"load: No checkpoint in {path} is whole. Nothing was loaded.{listed}")
+    raise CheckpointDamagedError(f"load: No checkpoint in {path} is whole. Nothing was loaded.{''.join(problems)}")
 
 
 def _read_steadily(path: Path, verify: bool) -> Contents:
@@ -194,9 +176,6 @@ def _read_steadily(path: Path, verify: bool) -> Contents:
                 raise
         else:
             if _stamp(directory) == before:
-                if step_of(path) is not None and contents.step not in (None, step_of(path)):
-                    which = f"{path} is taken, which holds the checkpoint of step {contents.step}"
-                    warn(f"load: {which}: its files were moved.", stacklevel=4)
                 return contents
     raise CheckpointDamagedError(
         f"load: {path} was replaced {_MAX_READS} times while it was read. Load it while nothing is saving there."

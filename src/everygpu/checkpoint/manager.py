@@ -3,32 +3,28 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background, Check
+from everygpu.checkpoint.background import Background
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
-from everygpu.checkpoint.format import MODEL, cut, is_claimed, is_ours
+from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, clear_run, list_saved, step_path
+from everygpu.checkpoint.run_directory import Mode, best_first, clear_run, list_saved, rotate, step_path
 from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
 from everygpu.checkpoint.states import check_targets
-from everygpu.checkpoint.stop import Stop
+from everygpu.checkpoint.stop import stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
+from everygpu.exit_codes import STOPPED
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
 logger = logging.getLogger("everygpu")
-
-_MIN_ITEM_BYTES = 2
-"""Torch has no smallest and largest of float8."""
 
 
 class CheckpointManager:
@@ -50,7 +46,8 @@ class CheckpointManager:
     files: the directory must be one that all machines see.
 
     SIGTERM and SIGUSR1 end a run, in the ``with`` block or after the first save, at the next `save`: it is written
-    whatever ``every`` says, and the exit code is 143. A second signal ends the process at once.
+    whatever ``every`` says, and the exit code is 143. A second signal ends the process at once. A handler that the
+    program has set itself stays, in place of this.
 
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
@@ -71,7 +68,6 @@ class CheckpointManager:
         every: int = 1,
         best: tuple[str, Mode, int] | None = None,
         asynchronous: bool = False,
-        signals: Collection[int] | None = None,
         overwrite: bool = False,
         **objects: Any,
     ) -> None:
@@ -79,13 +75,12 @@ class CheckpointManager:
 
         Args:
             directory: Of this run alone; made at the first save.
-            keep: How many of the newest whole checkpoints stay, 1 or more; and the newest finite one.
+            keep: How many of the newest checkpoints stay, 1 or more.
             every: `save` does its work at steps that are multiples of it.
             best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it stay too, for
                 instance ``("accuracy", "max", 3)``. Of equal ones the earlier is better.
             asynchronous: Whether `save` copies the state to host memory and writes it in a thread, while
                 training goes on. The memory, one copy of the state, is kept until `close`.
-            signals: Which of SIGTERM and SIGUSR1 end the run at a save, by default both; ``()`` for none.
             overwrite: Whether a run that has not resumed removes the checkpoints of an earlier one, as its own first
                 one is written. Without it that is an error.
             **objects: What is saved and resumed, by name: ``model=``, ``optimizer=``, ``scheduler=``, ``data=``, and
@@ -97,14 +92,21 @@ class CheckpointManager:
         # The program may change its working directory, also while it saves.
         self._name = as_path(directory, "CheckpointManager")
         self.directory = self._name.absolute()
-        self.keep, self.every = _require_positive("keep", keep), _require_positive("every", every)
+        if any(type(number) is not int or number < 1 for number in (keep, every)):
+            raise OptionError(f"CheckpointManager: keep and every count from 1, got {keep!r} and {every!r}.")
+        kinds = [type(one) for one in best or ()]
+        if best is not None and (kinds != [str, str, int] or best[1] not in get_args(Mode) or best[2] < 1):
+            raise OptionError(
+                f"CheckpointManager: best is a metric, 'min' or 'max', and a number, got {cut(repr(best))}. Pass for "
+                f"instance best=('accuracy', 'max', 3)."
+            )
+        self.keep, self.every, self._best = keep, every, best
         self.asynchronous, self._is_clearing = asynchronous, overwrite
-        self._best = _require_best(best)
         self._objects = {name: value for name, value in objects.items() if value is not None}
         check_targets(self._objects)
-        self._stop = Stop(str(self._name), signals)
         self._background = Background()
-        self._rotation = Rotation(self.directory, self.keep, self._best)
+        self._num_calls = 0
+        self._last_call: int | None = None
         self._is_resumed = self._has_metric = False
         self._not_saved: tuple[int, dict[str, Any]] | None = None
         """The last step that `save` was told of, where it was not due."""
@@ -155,8 +157,7 @@ class CheckpointManager:
         step = _require_step(step, "save")
         if not self._objects:
             raise OptionError("save: There is nothing to save. Write CheckpointManager(directory, model=model).")
-        self._stop.listen()
-        is_last = self._stop.is_here()
+        is_last = self._is_last()
         if step % self.every != 0 and not is_last:
             self._not_saved = (step, metrics)
             if is_main():
@@ -165,7 +166,10 @@ class CheckpointManager:
         self._save(step, metrics)
         if is_last:
             self.wait()
-            self._stop.end(step_path(self.directory, step))
+            stop().is_ending = True
+            path = step_path(self.directory, step)
+            logger.warning("%s is saved: the run ends with exit code %d, as a signal asks.", path, STOPPED)
+            raise SystemExit(STOPPED)
         return step_path(self.directory, step)
 
     def latest(self) -> Path | None:
@@ -184,7 +188,7 @@ class CheckpointManager:
         self._settle()
         if self._best is None:
             raise OptionError("best: No metric is known. Write CheckpointManager(directory, best=('loss', 'min', 1)).")
-        found = best_first(list_saved(self.directory), self._best.metric, self._best.mode)
+        found = best_first(list_saved(self.directory), *self._best[:2])
         return found[0].path if found else None
 
     def wait(self) -> None:
@@ -202,7 +206,7 @@ class CheckpointManager:
         self._close(None)
 
     def __enter__(self) -> "CheckpointManager":
-        self._stop.listen()
+        stop().listen(self)
         return self
 
     def __exit__(
@@ -217,15 +221,27 @@ class CheckpointManager:
             if error is None and self._not_saved is not None:
                 self._save(*self._not_saved)
             self.wait()
-            if error is None and self._best and not self._has_metric and self._stop.num_calls:
-                logger.warning("save: No save to %s had the metric %r of best.", self._name, self._best.metric)
+            if error is None and self._best and not self._has_metric and self._num_calls:
+                logger.warning("save: No save to %s had the metric %r of best.", self._name, self._best[0])
         except CheckpointError:
             if error is None:  # else the log has it, and the block's own error is the one to see
                 raise
         finally:
             while self._spare:
                 self._spare.pop().release()
-            self._stop.leave(has_failed=error is not None)
+            self._last_call = None
+            stop().leave(self, has_failed=error is not None)
+
+    def _is_last(self) -> bool:
+        """Tell at each call of save whether a signal has made it the last one; all ranks find the same call."""
+        stop().listen(self)
+        self._num_calls += 1
+        if self._last_call is None:
+            self._last_call = stop().find_last(str(self._name), self._num_calls)
+        is_last = self._last_call is not None and self._num_calls >= self._last_call
+        # Rank 0 writes, and can be ended meanwhile, which ends all. The others only wait for it.
+        stop().is_ending = is_last and not is_main()
+        return is_last
 
     def _save(self, step: int, given: Mapping[str, Any]) -> None:
         metrics = self._take_metrics(given)
@@ -241,11 +257,11 @@ class CheckpointManager:
         self._background.wait()
         if self.asynchronous:
             write = self._copy(step, metrics)
-            self._background.start(lambda check: one_writer().write(written, partial(write, check)))
+            self._background.start(lambda: one_writer().write(written, write))
         else:
             taken = take(self._objects)
             wait_for_devices(taken)
-            self._background.run(partial(self._write, taken, step, metrics))
+            self._background.run(lambda: self._write(taken, step, metrics))
         self._is_resumed = True
 
     def _require_resumed(self) -> None:
@@ -260,10 +276,10 @@ class CheckpointManager:
         # A Meter's rows are those of one rank; all ranks come here.
         numbers = {n: _number(n, value.sync() if hasattr(value, "sync") else value) for n, value in given.items()}
         if self._best is not None and numbers:
-            self._has_metric |= self._best.metric in numbers
+            self._has_metric |= self._best[0] in numbers
             if not self._has_metric:  # it may be computed at some saves only
                 raise OptionError(
-                    f"save: best is by {self._best.metric!r}, got {', '.join(map(repr, numbers))}. Give both the same "
+                    f"save: best is by {self._best[0]!r}, got {', '.join(map(repr, numbers))}. Give both the same "
                     f"name, or leave metrics out where it is not computed yet."
                 )
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -275,7 +291,7 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _copy(self, step: int, metrics: dict[str, float]) -> Callable[[Check], None]:
+    def _copy(self, step: int, metrics: dict[str, float]) -> Callable[[], None]:
         """Copy the state to host memory; return what writes it from there."""
         memory = self._spare.pop() if self._spare else SnapshotMemory()
         try:
@@ -285,16 +301,16 @@ class CheckpointManager:
             self._spare[:] = [memory]
             raise
 
-        def write(check: Check) -> None:
+        def write() -> None:
             try:
                 snapshot.wait()
-                self._write(snapshot.taken, step, metrics, check)
+                self._write(snapshot.taken, step, metrics)
             finally:
                 self._spare[:] = [memory]
 
         return write
 
-    def _write(self, taken: Taken, step: int, metrics: dict[str, float], check: Check) -> None:
+    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
         if is_claimed(self.directory):
             raise CheckpointForeignError(
                 f"save: {self._name} is a checkpoint itself, and a run has a directory for several. Choose another "
@@ -306,46 +322,13 @@ class CheckpointManager:
                 clear_run(self.directory)
                 saved = list_saved(self.directory)
                 path = step_path(self.directory, step)
-                nonfinite = find_nonfinite(taken.tensors.get(MODEL, {}), check)
-                _warn_of_nonfinite(path, nonfinite, saved)
-                run = {
-                    "step": step,
-                    "serial": max((s.serial for s in saved), default=-1) + 1,
-                    "metrics": metrics,
-                    "num_nonfinite": len(nonfinite),
-                }
-                write_checkpoint(path, taken, run, check=check)
-                self._rotation.trust(path)
+                serial = max((s.serial for s in saved), default=-1) + 1
+                write_checkpoint(path, taken, {"step": step, "serial": serial, "metrics": metrics})
                 for other in saved if self._is_clearing else ():
                     if other.path != path and is_ours(other.path):
                         remove_directory(other.path)
                 self._is_clearing = False
-                self._rotation.rotate()
-
-
-def find_nonfinite(tensors: Mapping[str, Tensor], check: Callable[[], object]) -> list[str]:
-    """Name the tensors with values that are nan or infinite, those with nan first: infinities may be a mask's."""
-    found = []
-    for name, t in tensors.items():
-        check()
-        if t.numel() and t.dtype.itemsize >= _MIN_ITEM_BYTES and (t.is_floating_point() or t.is_complex()):
-            real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
-            # One pass without memory of its own: 15 times as fast as isfinite.
-            if not torch.stack(torch.aminmax(real)).isfinite().all():
-                found.append(name)
-    return sorted(found, key=lambda name: not tensors[name].isnan().any())
-
-
-def _warn_of_nonfinite(path: Path, names: list[str], saved: list[Saved]) -> None:
-    """Say that the checkpoint that is about to be written is worse than the newest so far."""
-    others = [s for s in saved if s.is_readable and s.path != path]
-    if names and others and len(names) > others[0].num_nonfinite:
-        more = f" and {len(names) - 1} more of its tensors" if len(names) > 1 else ""
-        logger.warning(
-            "CheckpointManager: The model at %s has nan or infinite values in %s%s. %s stays in addition: "
-            "resume(%d) goes back to it.",
-            *(path.name, names[0], more, others[0].path.name, others[0].step),
-        )
+                rotate(self.directory, self.keep, self._best)
 
 
 def _number(metric: str, value: Any) -> float:
@@ -357,29 +340,10 @@ def _number(metric: str, value: Any) -> float:
         ) from cause
 
 
-def _require_positive(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise OptionError(f"CheckpointManager: {name} is a whole number from 1 on, got {value!r}. Pass e.g. 3.")
-    return value
-
-
 def _require_step(step: Any, function: str) -> int:
     if type(step) is int and step >= 0:
         return step
     raise OptionError(
         f"{function}: step is a whole number from 0 on, got {cut(repr(step))}. What is saved is passed to "
         f"CheckpointManager(directory, model=model)."
-    )
-
-
-def _require_best(best: Any) -> Best | None:
-    if best is None:
-        return None
-    if isinstance(best, tuple | list) and len(best) == 3:
-        metric, mode, num = best
-        if isinstance(metric, str) and mode in get_args(Mode) and type(num) is int and num >= 1:
-            return Best(metric, mode, num)
-    raise OptionError(
-        f"CheckpointManager: best is a metric, 'min' or 'max', and a number, got {cut(repr(best))}. Pass for instance "
-        f"best=('accuracy', 'max', 3)."
     )

@@ -9,7 +9,6 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from everygpu import keys
 from everygpu.checkpoint.parts import EXTRA_STATE, is_version
 from everygpu.checkpoint.values import identity
 from everygpu.errors import CheckpointMismatchError
-from everygpu.keys import bare_key
+from everygpu.keys import bare_key, match_names
 from everygpu.torch_private.modules import NormBase
 from everygpu.tree import map_leaves
 
@@ -43,12 +42,13 @@ class Fit:
 def module_state(model: nn.Module) -> dict[str, Any]:
     """Return a module's values by name and the versions of its parts, without prefixes of wrappers."""
     state = model.state_dict()
-    names, clean = clean_names(model, state), name_cleaner(model)
+    names = clean_names(model, state)
     versions = getattr(state, "_metadata", {})
+    paths = clean_paths(model, versions)
     return {
         "values": {names[name]: value for name, value in state.items()},
         # Modules read their own version from here to understand old states (BatchNorm, for one).
-        "versions": {clean(f"{path}.").rstrip("."): dict(version) for path, version in versions.items()},
+        "versions": {paths[path]: dict(version) for path, version in versions.items()},
     }
 
 
@@ -61,103 +61,36 @@ def check_module(state: Any) -> None:
         raise TypeError("a version must be a dict with a whole number")
 
 
-def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
+def plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
     """Check that a state fits a module; return what changes the module, and its own names by the saved ones."""
-    own = model.state_dict()
-    chosen = {there: value for there, value in state["values"].items() if there.startswith(fit.prefix)}
-    if state["values"] and not chosen:
+    values, own = state["values"], model.state_dict()
+    chosen = [name for name in values if name.startswith(fit.prefix)]
+    if values and not chosen:
         raise CheckpointMismatchError(
             f"load: No name in the checkpoint begins with the prefix {fit.prefix!r}; they are "
-            f"{', '.join(list(state['values'])[:3])}, … Pass what stands before the names of the part to load."
+            f"{', '.join(list(values)[:3])}, … Pass what stands before the names of the part to load."
         )
     prefix = fit.prefix or find_prefix(chosen, own)
-    new_name = {there: there.removeprefix(prefix) if fit.prefix else strip_prefix(there, prefix) for there in chosen}
-    saved_names = {new: there for there, new in new_name.items()}
-    saved = _with_tied(rename(chosen, new_name.__getitem__), own)
+    strip = (lambda name: name.removeprefix(prefix)) if fit.prefix else (lambda name: strip_prefix(name, prefix))
+    saved = rename({name: name for name in chosen}, strip)
+    saved |= _tied_names(saved, own)
     own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
     pairs = {there: own_names[here] for there, here in match_names(saved, own_names).items()}
     versions = _own_versions(model, own, state["versions"], prefix)
-    left_out = _check_names(name, saved, own, pairs, fit, _made_by_torch(model, versions, set(pairs.values())))
-    loaded = OrderedDict((pairs.get(n, n), _outliving(n, value)) for n, value in saved.items() if n not in left_out)
+    left_out = _check_fit(
+        part,
+        {there: _difference(there, values[saved[there]], own[here]) for there, here in pairs.items()},
+        sorted(own.keys() - pairs.values() - _made_by_torch(model, versions, set(pairs.values()))),
+        sorted(saved.keys() - pairs.keys()),
+        fit,
+    )
+    loaded = OrderedDict(
+        (pairs.get(new, new), _outliving(new, values[there])) for new, there in saved.items() if new not in left_out
+    )
     # torch reads the versions from this attribute: Module.load_state_dict.
     loaded._metadata = versions  # type: ignore[attr-defined]
     strict = fit.strict and not left_out
-    named = {saved_names.get(there, there): here for there, here in pairs.items()}
-    return lambda: model.load_state_dict(loaded, strict=strict), named
-
-
-def _with_tied(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the tied names that are missing: safetensors files of Transformers and Accelerate keep one of them."""
-    names = {bare_key(name): name for name in values}
-    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and not is_lazy(tensor)}
-    there = {identity(t): names[bare_key(name)] for name, t in tensors.items() if t.numel() and bare_key(name) in names}
-    missing = {name: there.get(identity(t)) for name, t in tensors.items() if bare_key(name) not in names}
-    return values | {name: values[tied] for name, tied in missing.items() if tied is not None}
-
-
-def _outliving(name: str, value: Any) -> Any:
-    """Copy what a module keeps as it is given: its extra state. Tensors it copies into its own."""
-    if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
-        return value
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _check_names(
-    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str], fit: Fit, optional: Set[str]
-) -> dict[str, str]:
-    """Refuse names and shapes that differ more than they may; return how those differ that are to be left out."""
-    differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
-    shapes = {there: what for there, what in differing.items() if what is not None}
-    missing = sorted(own.keys() - pairs.values() - optional) if fit.strict else []
-    unexpected = sorted(saved.keys() - pairs.keys()) if fit.strict else []
-    refused = {} if fit.ignore_mismatched else shapes
-    if missing or unexpected or refused:
-        advice = " ignore_mismatched=True leaves those of another shape out." if refused else ""
-        advice += " strict=False loads the names that both have." if missing or unexpected else ""
-        raise CheckpointMismatchError(
-            f"load: {name} has other names and shapes than the checkpoint: {len(missing)} missing, {len(unexpected)} "
-            f"unknown and {len(refused)} of another shape. Nothing was loaded.{advice}"
-            f"{describe_mismatch(missing, unexpected, refused)}"
-        )
-    if shapes:
-        listed = "".join(f"\n  {there}: {what}" for there, what in shapes.items())
-        logger.warning("load: %d tensors of %s keep their values, as their shapes differ:%s", len(shapes), name, listed)
-    return shapes
-
-
-def _difference(name: str, saved: object, own: object) -> str | None:
-    if not isinstance(own, Tensor) or is_lazy(own) or name.endswith(EXTRA_STATE):
-        return None
-    if not isinstance(saved, Tensor):
-        return f"a {type(saved).__name__} in the checkpoint, a tensor in the target"
-    if saved.shape != own.shape:
-        return f"{tuple(saved.shape)} in the checkpoint, {tuple(own.shape)} in the target"
-    if saved.is_complex() and not own.is_complex():
-        return f"{saved.dtype} in the checkpoint, {own.dtype} in the target"
-    return None
-
-
-def _own_versions(
-    model: nn.Module, own: Any, saved: Mapping[str, Any], prefix: str
-) -> "OrderedDict[str, dict[str, Any]]":
-    clean = name_cleaner(model)
-    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
-    found = {bare_key(path): version for path, version in saved.items()} | dict(saved)
-    versions = OrderedDict()
-    for path in getattr(own, "_metadata", {}):
-        there = clean(f"{path}.")
-        version = found.get(f"{prefix}{there}".rstrip("."), found.get(bare_key(f"{prefix}{there}".rstrip("."))))
-        if version is not None:
-            versions[path] = dict(version)
-    return versions
-
-
-def _made_by_torch(model: nn.Module, versions: Mapping[str, Any], found: Set[str]) -> set[str]:
-    """Name the counters that BatchNorm's states of before its version 2 lack, in PyTorch 0.4.0: it keeps its own."""
-    norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, NormBase)]
-    old = [path for path in norms if (versions.get(path, {}).get("version") or 1) < 2]
-    stems = [f"{path}.".lstrip(".") for path in old]
-    return {f"{stem}num_batches_tracked" for stem in stems if f"{stem}running_mean" in found}
+    return lambda: model.load_state_dict(loaded, strict=strict), {saved[new]: here for new, here in pairs.items()}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -165,60 +98,46 @@ def unwrap(model: nn.Module) -> nn.Module:
     return keys.unwrap(model) if getattr(type(model), "wraps_a_module", False) else model
 
 
-def name_cleaner(model: nn.Module) -> Callable[[str], str]:
-    """Return a function that takes the prefixes of wrappers out of names in ``model.state_dict()``."""
-    # The longest first, so that what is left of a name still begins as the shorter ones expect.
-    wrapped = sorted(_wrapped_prefixes(model, ""), key=lambda pair: -len(pair[0] + pair[1]))
+def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Map each name in a module's state to the name it is stored under, without wrappers' prefixes; all different."""
+    paths = dict(_clean_paths(model))
 
     def clean(name: str) -> str:
-        for outer, inner in wrapped:
-            if name.startswith(outer + inner):
-                name = outer + name[len(outer + inner) :]
-        return name
+        head = name[: name.rfind(".") + 1]
+        while head not in paths:
+            head = head[: head[:-1].rfind(".") + 1]
+        return paths[head] + name[len(head) :]
 
-    return clean
-
-
-def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Map each name in a module's state to the name it is stored under; all different."""
-    clean = name_cleaner(model)
     cleaned = {name: clean(name) for name in names}
     # A wrapper with state of its own may share a name with the module inside.
-    is_clear = len(set(cleaned.values())) == len(cleaned)
-    return cleaned if is_clear else {name: name for name in names}
+    return cleaned if len(set(cleaned.values())) == len(cleaned) else {name: name for name in names}
 
 
-def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Pair names that are equal; then those that are without wrappers' segments, where that leaves one choice."""
-    saved, wanted = list(saved), set(wanted)
-    pairs = {name: name for name in saved if name in wanted}
-    free_wanted = _by_bare_name(wanted - pairs.keys())
-    for bare, names in _by_bare_name(name for name in saved if name not in pairs).items():
-        partners = free_wanted.get(bare, [])
-        if len(names) == len(partners) == 1:
-            pairs[names[0]] = partners[0]
-    return pairs
+def clean_paths(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
+    """Map each module's path to the one without wrappers."""
+    known = dict(_clean_paths(model))
+    return {path: known.get(f"{path}." if path else "", f"{path}.").rstrip(".") for path in paths}
 
 
-def find_prefix(state: Mapping[str, Any], expected: Collection[str]) -> str:
-    """Find the prefix under which a state has more than half of the expected names, as Lightning's ``model.``.
+def find_prefix(names: Iterable[str], expected: Collection[str]) -> str:
+    """Find the prefix under which there are more than half of the expected names, as Lightning's ``model.``.
 
     Segments of wrappers count for nothing. Empty where the names fit at least as well without.
     """
     wanted = {bare_key(name) for name in expected}
-    names = [bare_key(name) for name in state]
-    starts = ((name, [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]) for name in names)
+    bare = [bare_key(name) for name in names]
+    starts = ((name, [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]) for name in bare)
     fits = Counter(name[:i] for name, where in starts for i in where if name[i:] in wanted)
     best = max(fits.values(), default=0)
-    leading = sorted(prefix for prefix, count in fits.items() if count == best)
     if 2 * best <= len(wanted) or fits[""] == best:
         return ""
-    if len(leading) > 1:
+    first, *others = sorted(prefix for prefix, count in fits.items() if count == best)
+    if others:
         raise CheckpointMismatchError(
-            f"load: The model's names stand under more than one prefix: {', '.join(leading)}, with {best} names each. "
-            f"Choose one prefix, for instance prefix={leading[0]!r}."
+            f"load: The model's names stand under more than one prefix: {', '.join([first, *others])}, with {best} "
+            f"names each. Choose one prefix, for instance prefix={first!r}."
         )
-    return leading[0]
+    return first
 
 
 def strip_prefix(name: str, prefix: str) -> str:
@@ -241,37 +160,87 @@ def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str
     return renamed
 
 
-def describe_mismatch(missing: list[str], unexpected: list[str], shapes: Mapping[str, str]) -> str:
-    """List names that don't fit, with the nearest name on the other side; each line begins with a line break."""
-
-    def with_nearest(name: str, others: list[str]) -> str:
-        near = get_close_matches(name, others, n=1)
-        return f"{name} (nearest: {near[0]})" if near else name
-
-    lines = []
-    for title, num, words in (
-        ("missing in the checkpoint", len(missing), [with_nearest(n, unexpected) for n in missing[:_MAX_LISTED]]),
-        ("unknown to the target", len(unexpected), [with_nearest(n, missing) for n in unexpected[:_MAX_LISTED]]),
-        ("of another shape", len(shapes), [f"{name}: {what}" for name, what in list(shapes.items())[:_MAX_LISTED]]),
-    ):
-        lines += [f"{title} ({num}):", *(f"  {line}" for line in words)] if num else []
-        lines += [f"  … and {num - _MAX_LISTED} more"] if num > _MAX_LISTED else []
-    return "".join(f"\n  {line}" for line in lines)
-
-
-def _wrapped_prefixes(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (what stands before, prefix to remove) for every wrapper inside."""
+def _clean_paths(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what stands before the names of each module inside, and that without wrappers."""
     module = unwrap(module)
     inner = keys.wrapped_child(module)
+    yield raw, clean
     for name, child in module._modules.items():
         if child is not None:
-            if name == inner:
-                yield prefix, f"{name}."
-            yield from _wrapped_prefixes(child, f"{prefix}{name}.")
+            yield from _clean_paths(child, f"{raw}{name}.", clean if name == inner else f"{clean}{name}.")
 
 
-def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    bare: dict[str, list[str]] = {}
-    for name in names:
-        bare.setdefault(bare_key(name), []).append(name)
-    return bare
+def _tied_names(saved: Mapping[str, str], own: Mapping[str, Any]) -> dict[str, str]:
+    """Find the saved tensors of tied names that are missing: files of Transformers and Accelerate keep one of them."""
+    known = {bare_key(name): there for name, there in saved.items()}
+    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and not is_lazy(tensor)}
+    found = {identity(t): known[bare_key(name)] for name, t in tensors.items() if t.numel() and bare_key(name) in known}
+    missing = [(name, identity(tensor)) for name, tensor in tensors.items() if bare_key(name) not in known]
+    return {name: found[tensor] for name, tensor in missing if tensor in found}
+
+
+def _outliving(name: str, value: Any) -> Any:
+    """Copy what a module keeps as it is given: its extra state. Tensors it copies into its own."""
+    if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
+        return value
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _difference(name: str, saved: object, own: object) -> str | None:
+    if not isinstance(own, Tensor) or is_lazy(own) or name.endswith(EXTRA_STATE):
+        return None
+    if not isinstance(saved, Tensor):
+        return f"a {type(saved).__name__} in the checkpoint, a tensor in the target"
+    if saved.shape != own.shape:
+        return f"{tuple(saved.shape)} in the checkpoint, {tuple(own.shape)} in the target"
+    if saved.is_complex() and not own.is_complex():
+        return f"{saved.dtype} in the checkpoint, {own.dtype} in the target"
+    return None
+
+
+def _check_fit(
+    part: str, differences: Mapping[str, str | None], missing: list[str], unknown: list[str], fit: Fit
+) -> Set[str]:
+    """Refuse names and shapes that differ more than they may; return the names that are to be left out."""
+    shapes = [f"{name}: {what}" for name, what in differences.items() if what is not None]
+    missing, unknown = (missing, unknown) if fit.strict else ([], [])
+    refused = [] if fit.ignore_mismatched else shapes
+    if missing or unknown or refused:
+        advice = " ignore_mismatched=True leaves those of another shape out." if refused else ""
+        advice += " strict=False loads the names that both have." if missing or unknown else ""
+        raise CheckpointMismatchError(
+            f"load: {part} has other names and shapes than the checkpoint: {len(missing)} missing, {len(unknown)} "
+            f"unknown and {len(refused)} of another shape. Nothing was loaded.{advice}"
+            f"{_listed('missing in the checkpoint', missing)}{_listed('unknown to the target', unknown)}"
+            f"{_listed('of another shape', refused)}"
+        )
+    if shapes:
+        logger.warning("load: Tensors of %s keep their values%s", part, _listed("of another shape", shapes))
+    return {name for name, what in differences.items() if what is not None}
+
+
+def _listed(title: str, lines: list[str]) -> str:
+    more = [f"… and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return "".join(f"\n  {line}" for line in [f"{title} ({len(lines)}):", *lines[:_MAX_LISTED], *more]) if lines else ""
+
+
+def _own_versions(
+    model: nn.Module, own: Any, saved: Mapping[str, Any], prefix: str
+) -> "OrderedDict[str, dict[str, Any]]":
+    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
+    found = {bare_key(path): version for path, version in saved.items()} | dict(saved)
+    versions = OrderedDict()
+    for path, clean in clean_paths(model, getattr(own, "_metadata", {})).items():
+        there = f"{prefix}{clean}".rstrip(".")
+        version = found.get(there, found.get(bare_key(there)))
+        if version is not None:
+            versions[path] = dict(version)
+    return versions
+
+
+def _made_by_torch(model: nn.Module, versions: Mapping[str, Any], found: Set[str]) -> set[str]:
+    """Name the counters that BatchNorm's states of before its version 2 lack, in PyTorch 0.4.0: it keeps its own."""
+    norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, NormBase)]
+    old = [path for path in norms if (versions.get(path, {}).get("version") or 1) < 2]
+    stems = [f"{path}.".lstrip(".") for path in old]
+    return {f"{stem}num_batches_tracked" for stem in stems if f"{stem}running_mean" in found}

@@ -23,14 +23,16 @@ MODEL_NAMES = (
     *("ema_state_dict", "model_ema", "state_dict_ema", "ema", "params_ema"),
 )
 """Where a model is looked for, in this order: averaged weights only where there are no others."""
-_OPTIMIZER_NAMES = (
-    *("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "opt", "optim_state_dict"),
-    "optimizer_states",
-)
-_SCHEDULER_NAMES = (
-    *("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "sched"),
-    "lr_schedulers",
-)
+_OTHER_NAMES = {
+    "optimizer": (
+        *("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "opt", "optim_state_dict"),
+        "optimizer_states",
+    ),
+    "scheduler": (
+        *("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "sched"),
+        "lr_schedulers",
+    ),
+}
 """The last of each is Lightning's, a list with one entry per optimizer."""
 _MAX_DEPTH = 3
 
@@ -62,7 +64,7 @@ class Contents:
     section: str = ""
     """The name under which the model was found; empty where the whole file is its state dict."""
     notes: tuple[str, ...] = ()
-    """Choices among several sections, and sections left out, with the reason."""
+    """Choices among several sections, and values left out."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     rng: Any = None
     step: int | None = None
@@ -74,6 +76,53 @@ class Contents:
             raise CheckpointMismatchError(f"load: {path} has {self.why_no_model}")
         values: Mapping[str, Any] = self.parts["model"].state["values"]
         return values
+
+
+def sort_document(document: Any, words: str, section: str | None) -> Contents:
+    """Tell the parts of a document apart: the model, the optimizer, the scheduler, and the rest."""
+    if not isinstance(document, Mapping):
+        kind = type(document).__name__
+        return Contents(format=words, parts={}, why_no_model=f"a {kind} in it. Save a state_dict.")
+    sections = {"": document} if section is None and is_state(document) else find_sections(document)
+    chosen = _choose(sections) if section is None else section
+    if chosen is not None and chosen not in sections:
+        known = ", ".join(map(repr, sections)) or "none"
+        raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file. There are: {known}.")
+    extras = {
+        str(name): value
+        for name, value in document.items()
+        if (name != (chosen or "").split(".")[0] if chosen != "" else not _belongs(name, value))
+    }
+    parts: dict[str, Part] = {}
+    for part, names in _OTHER_NAMES.items():
+        found = {name: _only(extras[name]) for name in names if name in extras}
+        is_one = is_optimizer_state if part == "optimizer" else lambda value: isinstance(value, Mapping)
+        if (own := next(filter(lambda name: is_one(found[name]), found), None)) is not None:
+            del extras[own]
+            parts[part] = Part(kind=None, state=_with_same_ids(found[own]) if part == "optimizer" else found[own])
+    notes = []
+    if chosen is not None:
+        parts["model"] = _model_part(sections[chosen])
+        if others := [repr(name) for name in sections if name != chosen and section is None]:
+            notes.append(f"the model is taken from {chosen!r}; there is also {', '.join(others)}")
+        for name, value in sections[chosen].items() if chosen else ():
+            if not _belongs(name, value):
+                notes.append(f"{name!r} in {chosen!r} is left out: a {type(value).__name__}, no tensor")
+    return Contents(
+        format=words,
+        parts=parts,
+        extras={name: Part(kind=None, state=value) for name, value in extras.items()},
+        why_no_model="" if chosen is not None else _explain_choice(document, list(sections)),
+        section=chosen or "",
+        notes=tuple(notes),
+    )
+
+
+def find_state(value: Any) -> Part | None:
+    """Return the state dict that a value is or holds under a usual name; None where it holds none."""
+    sections = {"": value} if is_state(value) else find_sections(value) if isinstance(value, Mapping) else {}
+    chosen = _choose(sections)
+    return None if chosen is None else _model_part(sections[chosen])
 
 
 def is_state(value: Any) -> bool:
@@ -90,83 +139,37 @@ def is_version(entry: object) -> bool:
     return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
 
 
-def sort_document(document: Any, words: str, section: str | None) -> Contents:
-    """Tell the parts of a document apart: the model, the optimizer, the scheduler, and the rest."""
-    if not isinstance(document, Mapping):
-        kind = type(document).__name__
-        return Contents(format=words, parts={}, why_no_model=f"a {kind} in it. Save a state_dict.")
-    candidates: list[str] = []
-    if section is None and is_state(document):
-        section, rest = "", {name: value for name, value in document.items() if not _belongs(name, value)}
-    else:
-        candidates = find_sections(document) if section is None else []
-        section = _choose(candidates) if section is None else section
-        rest = {name: value for name, value in document.items() if name != (section or "").split(".")[0]}
-    extras = {str(name): value for name, value in rest.items()}
-    parts = {}
-    if (optimizer := _take(extras, _OPTIMIZER_NAMES, is_optimizer_state)) is not None:
-        parts["optimizer"] = Part(kind=None, state=_with_same_ids(optimizer))
-    if (scheduler := _take(extras, _SCHEDULER_NAMES, lambda value: isinstance(value, Mapping))) is not None:
-        parts["scheduler"] = Part(kind=None, state=scheduler)
-    others = {name: Part(kind=None, state=value) for name, value in extras.items()}
-    if section is None:
-        return Contents(format=words, parts=parts, extras=others, why_no_model=_explain_choice(document, candidates))
-    state = _at(document, section)
-    if not is_state(state):
-        raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file, but a {type(state).__name__}.")
-    notes = []
-    if unused := [repr(name) for name in candidates if name != section]:
-        notes.append(f"the model is taken from {section!r}; there is also {', '.join(unused)}")
-    for name, value in state.items() if section else ():
-        if not _belongs(name, value):
-            notes.append(f"{name!r} in {section!r} is left out: a {type(value).__name__}, no tensor")
-    parts["model"] = _model_part(state)
-    return Contents(format=words, parts=parts, extras=others, section=section, notes=tuple(notes))
-
-
-def find_state(value: Any) -> Part | None:
-    """Return the state dict that a value is or holds under a usual name; None where it holds none."""
-    section = "" if is_state(value) else _choose(find_sections(value)) if isinstance(value, Mapping) else None
-    return None if section is None else _model_part(_at(value, section))
-
-
 def is_optimizer_state(value: Any) -> bool:
     """Tell whether a value is what ``Optimizer.state_dict`` returns."""
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
-def find_sections(document: Mapping[Any, Any], depth: int = 1) -> list[str]:
-    """List the dotted names of the state dicts in a document, those under usual names first."""
-    found: list[str] = []
+def find_sections(document: Mapping[Any, Any], depth: int = 1) -> dict[str, Mapping[str, Any]]:
+    """Return the state dicts in a document by their dotted names, those under usual names first."""
+    found: dict[str, Mapping[str, Any]] = {}
     order = {name: position for position, name in enumerate(MODEL_NAMES)}
     for name in sorted((n for n in document if isinstance(n, str)), key=lambda n: order.get(n, len(order))):
         value = document[name]
         if is_state(value):
             # Not a record with a tensor in it, such as the best score in a callback's state.
             num_tensors = sum(isinstance(item, Tensor) for item in value.values())
-            found += [name] if name in order or 2 * num_tensors >= len(value) else []
+            found |= {name: value} if name in order or 2 * num_tensors >= len(value) else {}
         elif isinstance(value, Mapping) and not is_optimizer_state(value) and depth < _MAX_DEPTH:
-            found += [f"{name}.{inner}" for inner in find_sections(value, depth + 1)]
+            found |= {f"{name}.{inner}": state for inner, state in find_sections(value, depth + 1).items()}
     return found
 
 
-def _belongs(name: Any, value: Any) -> bool:
-    """Tell whether an entry of a state dict is a module's."""
-    return isinstance(value, Tensor) or str(name).endswith(EXTRA_STATE)
-
-
-def _choose(sections: list[str]) -> str | None:
+def _choose(sections: Mapping[str, Any]) -> str | None:
     """Take the first under a usual name, or the only one there is."""
     usual = [name for name in sections if name.split(".")[0] in MODEL_NAMES]
-    return usual[0] if usual else sections[0] if len(sections) == 1 else None
+    return next(iter(usual), None) if usual or len(sections) != 1 else next(iter(sections))
 
 
 def _explain_choice(document: Mapping[Any, Any], sections: list[str]) -> str:
     """Say why no model was chosen, and what to do."""
+    names = ", ".join(repr(cut(name)) for name in (sections or list(document))[:8]) or "nothing"
     if not sections:
-        names = ", ".join(repr(cut(name)) for name in list(document)[:8]) or "nothing"
         return f"{names} in it, and no tensors by name. Save the model's state_dict."
-    names = ", ".join(repr(cut(name)) for name in sections[:8]) + (", …" if len(sections) > 8 else "")
     first = cut(sections[0])
     return (
         f"several models under names of its own: {names}. Load each under its name, {first.split('.')[0]}=module, or "
@@ -174,15 +177,13 @@ def _explain_choice(document: Mapping[Any, Any], sections: list[str]) -> str:
     )
 
 
-def _at(document: Any, section: str) -> Any:
-    """Return what stands under a dotted name."""
-    value = document
-    for name in section.split(".") if section else ():
-        if not isinstance(value, Mapping) or name not in value:
-            known = ", ".join(map(repr, find_sections(document))) or "none"
-            raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file. There are: {known}.")
-        value = value[name]
-    return value
+def _belongs(name: Any, value: Any) -> bool:
+    """Tell whether an entry of a state dict is a module's."""
+    return isinstance(value, Tensor) or str(name).endswith(EXTRA_STATE)
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _model_part(state: Mapping[str, Any]) -> Part:
@@ -191,18 +192,6 @@ def _model_part(state: Mapping[str, Any]) -> Part:
     versions = {path: dict(entry) for path, entry in pairs if isinstance(path, str) and is_version(entry)}
     values = {name: value for name, value in state.items() if _belongs(name, value)}
     return Part(kind="module", state={"values": values, "versions": versions})
-
-
-def _take(others: dict[str, Any], names: tuple[str, ...], is_one: Any) -> Any:
-    """Remove and return the first value of a kind that stands under one of the names."""
-    for name in names:
-        value = others.get(name)
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if is_one(value):
-            del others[name]
-            return value
-    return None
 
 
 def _with_same_ids(optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +204,5 @@ def _with_same_ids(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(isinstance(item, Tensor) or _holds_tensors(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(_holds_tensors(item) for item in value)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(item, Tensor) or _holds_tensors(item) for item in items)

@@ -5,25 +5,20 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from everygpu.checkpoint.directory import beside, clear_leftovers, find_replaced, remove_directory
-from everygpu.checkpoint.format import find_altered, is_claimed, is_ours, read_document
+from everygpu.checkpoint.format import is_claimed, is_ours, read_document
 from everygpu.errors import CheckpointError
 
 Mode: TypeAlias = Literal["min", "max"]
 """Whether a metric is better when it is lower or higher."""
 
+Best: TypeAlias = tuple[str, Mode, int]
+"""A metric, and how many of the best checkpoints by it stay beside the newest."""
+
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(step-\d{8,})\.(tmp|old)")
-
-
-class Best(NamedTuple):
-    """Which checkpoints stay beside the newest: the ``num`` best by a metric."""
-
-    metric: str
-    mode: Mode
-    num: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +31,6 @@ class Saved:
     """Counts the run's saves: the highest was written last, also after the run went back to an earlier step. -1 where
     the checkpoint can't be read, or a file is of another size than it should be."""
     metrics: dict[str, float]
-    num_nonfinite: int = 0
-    """How many tensors of the model have values that are nan or infinite."""
     problem: str = ""
     """What is wrong where it can't be read."""
 
@@ -49,12 +42,6 @@ class Saved:
 def step_path(directory: Path, step: int) -> Path:
     """Name the checkpoint of a step."""
     return directory / f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint's name tells; None for another name."""
-    match = _NAME.fullmatch(path.name)
-    return None if match is None else int(match[1])
 
 
 def is_run_directory(path: Path) -> bool:
@@ -89,50 +76,19 @@ def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
     return sorted(having, key=lambda s: (sign * s.metrics[metric], s.serial))
 
 
-class Rotation:
-    """Removes all but the newest whole checkpoints and the best ones; each is read once to see that it is whole."""
+def rotate(directory: Path, keep: int, best: Best | None) -> None:
+    """Remove all but the newest checkpoints and the best ones; nothing else may be saving in the directory.
 
-    def __init__(self, directory: Path, keep: int, best: Best | None) -> None:
-        self._directory, self._keep, self._best = directory, keep, best
-        self._is_whole: dict[Path, bool] = {}
-
-    def trust(self, path: Path) -> None:
-        """Take a checkpoint for whole without reading it: its digests were made while it was written."""
-        self._is_whole[path] = True
-
-    def rotate(self) -> None:
-        """Remove what need not stay; nothing else may be saving in the directory.
-
-        Of those whose models have the fewest tensors with values that are not finite, the newest stays as well. A
-        checkpoint with altered bytes doesn't count, and stays until enough whole ones are newer.
-        """
-        saved = list_saved(self._directory)
-        readable = [s for s in saved if s.is_readable]
-        if len(saved) == len(readable) <= self._keep:  # nothing to remove, and no need to read
-            return
-        stay = self._until_whole(readable, self._keep)
-        stay |= self._until_whole(sorted(readable, key=lambda s: s.num_nonfinite), 1)
-        if self._best is not None:
-            stay |= self._until_whole(best_first(readable, self._best.metric, self._best.mode), self._best.num)
-        for old in saved:
-            if old.path not in stay and is_ours(old.path):
-                remove_directory(old.path)
-                self._is_whole.pop(old.path, None)
-
-    def _until_whole(self, saved: Iterable[Saved], num_whole: int) -> set[Path]:
-        """Take checkpoints in their order until so many of them are whole."""
-        taken: set[Path] = set()
-        for one in saved:
-            if num_whole == 0:
-                break
-            taken.add(one.path)
-            if one.path not in self._is_whole:
-                try:
-                    self._is_whole[one.path] = not find_altered(one.path, read_document(one.path))
-                except CheckpointError:
-                    self._is_whole[one.path] = False
-            num_whole -= self._is_whole[one.path]
-        return taken
+    The one that was written last is whole, as its digests were made while it was written: so one always is.
+    """
+    saved = list_saved(directory)
+    readable = [s for s in saved if s.is_readable]
+    stay = {s.path for s in readable[:keep]}
+    if best is not None:
+        stay |= {s.path for s in best_first(readable, *best[:2])[: best[2]]}
+    for old in saved if len(readable) > keep else ():
+        if old.path not in stay and is_ours(old.path):
+            remove_directory(old.path)
 
 
 def _left(directory: Path) -> set[Path]:
@@ -144,14 +100,14 @@ def _left(directory: Path) -> set[Path]:
 def _look(path: Path) -> Saved | None:
     if path.is_symlink() or (path.exists() and not is_claimed(path)):
         return None
-    step = step_of(path) or 0
+    step = int(path.name.removeprefix("step-"))
     try:
         run: Any = read_document(path if path.exists() else beside(path, "old"))["run"]
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
-        serial, num_nonfinite = int(run["serial"]), int(run["num_nonfinite"])
+        serial = int(run["serial"])
         if serial < 0 or not all(map(math.isfinite, metrics.values())):
             raise ValueError
-        return Saved(path=path, step=step, serial=serial, metrics=metrics, num_nonfinite=num_nonfinite)
+        return Saved(path=path, step=step, serial=serial, metrics=metrics)
     except CheckpointError as error:
         return Saved(path=path, step=step, metrics={}, problem=str(error))
     except (LookupError, TypeError, ValueError, AttributeError):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everygpu import errors
-from everygpu.checkpoint.background import Background, Check
+from everygpu.checkpoint.background import Background
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, write_files
 from everygpu.checkpoint.rng import take_rng_states
@@ -24,7 +24,7 @@ from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUErr
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
-LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
+LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verify"})
 """Names that `everygpu.load` takes for itself."""
 
 BEGIN_S = 600.0
@@ -103,7 +103,7 @@ def save(
     def work() -> None:
         taken = take(parts)
         wait_for_devices(taken)
-        Background().run(lambda check: write_checkpoint(where, taken, check=check))
+        Background().run(lambda: write_checkpoint(where, taken))
 
     ranks = one_writer()
     ranks.write(ranks.next_key(f"save to {where}"), work)
@@ -129,18 +129,12 @@ def wait_for_devices(taken: Taken) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_checkpoint(
-    path: Path, taken: Taken, run: Mapping[str, Any] | None = None, *, check: Check = lambda: None
-) -> Path:
-    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics, num_nonfinite.
-
-    ``check`` is called before each file, and before the checkpoint takes its place: what it raises gives the save up.
-    """
+def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = None) -> Path:
+    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager
     with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
-        write_files(directory, taken.tensors, document, check)
-        check()
+        write_files(directory, taken.tensors, document)
     return path
 
 

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everygpu.checkpoint.format import MODEL, TRAINING, cut
-from everygpu.checkpoint.modules import Fit, module_state, name_cleaner, plan_module, unwrap
+from everygpu.checkpoint.modules import Fit, clean_names, module_state, plan_module, unwrap
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, find_state
 from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
@@ -27,15 +27,8 @@ Restore: TypeAlias = Callable[[], object]
 _INNER = ("module", "optimizer", "_optimizer", "optim")
 """Attributes under which optimizers that wrap another one have it: ours, Accelerate's, Lightning's, torch's ZeRO."""
 _BASES = ("Optimizer", "LRScheduler", "_LRScheduler")
-_OPTIONAL = frozenset(
-    {
-        *("params", "param_names", "name", "initial_lr"),
-        *("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"),
-        *("optimizer", "verbose", "_step_count", "_is_initial", "_last_lr", "_get_lr_called_within_step"),
-    }
-)
-"""Keys that some versions of torch have, or schedulers and callers add."""
-
+_LATER = frozenset({"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
+"""Settings of optimizers that some versions of torch lack."""
 _BY_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 """Of an optimizer's state: tensors of the parameter's shape."""
 
@@ -108,8 +101,8 @@ def plan_parts(contents: Contents, targets: Mapping[str, Any], fit: Fit) -> list
         model, state = unwrap(target), _require_part(contents, name, target).state
         restore, pairs = plan_module(model, name, state, fit if name == "model" else Fit(strict=fit.strict))
         restores.append(restore)
-        clean = name_cleaner(model)
-        own_names |= {_qualified(name, there): _qualified(name, clean(here)) for there, here in pairs.items()}
+        clean = clean_names(model, model.state_dict())
+        own_names |= {_qualified(name, there): _qualified(name, clean[here]) for there, here in pairs.items()}
     parameters = _parameters(targets)
     named = {there: parameters[here] for there, here in own_names.items() if here in parameters}
     # What is checked least is restored first, the model last.
@@ -119,7 +112,7 @@ def plan_parts(contents: Contents, targets: Mapping[str, Any], fit: Fit) -> list
     return planned + restores[::-1]
 
 
-def detach(value: Any, device: torch.device | None = None) -> Any:
+def detach(value: Any) -> Any:
     """Copy every tensor and array in a value, so that it outlives the file; what is one in it stays one."""
     copies: dict[int, Any] = {}
 
@@ -127,7 +120,7 @@ def detach(value: Any, device: torch.device | None = None) -> Any:
         if not isinstance(leaf, Tensor | numpy.ndarray):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.to(device or "cpu", copy=True) if isinstance(leaf, Tensor) else leaf.copy()
+            copies[id(leaf)] = leaf.clone() if isinstance(leaf, Tensor) else leaf.copy()
         return copies[id(leaf)]
 
     return map_leaves(copy, value)
@@ -219,20 +212,13 @@ def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor
 
 
 def _check_class(target: Any, name: str, saved: str | None, state: Any) -> None:
-    """Refuse the state of another class, or, where the file names none, one with other settings in place of its own."""
+    """Refuse the state of another class; where the file names none, of an optimizer with other settings."""
     own, what = class_name(target), None
-    if own is None or saved == own:
-        return
-    if saved is not None and saved.rpartition(".")[2] != own.rpartition(".")[2]:  # it may have moved to another module
-        what = saved
-    elif isinstance(state, Mapping):
-        is_optimizer = isinstance(target, Optimizer)
-        wanted = set(target.defaults if is_optimizer else target.state_dict())
-        known = wanted.union(*target.param_groups) if is_optimizer else wanted
-        found = set().union(*state["param_groups"]) if is_optimizer else set(state)
-        missing, unknown = sorted(wanted - found - _OPTIONAL), sorted(found - known - _OPTIONAL)
-        if missing and unknown:
-            what = f"another class: it has {', '.join(unknown)}, where {own} has {', '.join(missing)}"
+    if own is not None and saved is not None:
+        what = saved if saved.rpartition(".")[2] != own.rpartition(".")[2] else None  # it may be in another module now
+    elif isinstance(target, Optimizer) and state["param_groups"]:
+        lacking = sorted(target.defaults.keys() - state["param_groups"][0].keys() - _LATER)
+        what = f"another class, without {', '.join(lacking)}" if lacking else None
     if what is not None:
         raise CheckpointMismatchError(
             f"load: {name} is of {own}, and the saved state of {what}. Nothing was loaded; make one of that class, or "
@@ -260,9 +246,9 @@ def _parameters(parts: Mapping[str, object]) -> dict[str, Tensor]:
     for part, value in parts.items():
         if isinstance(value, nn.Module):
             module = unwrap(value)
-            clean = name_cleaner(module)
-            named = module.state_dict(keep_vars=True).items()
-            found |= {_qualified(part, clean(name)): p for name, p in named if isinstance(p, nn.Parameter)}
+            state = module.state_dict(keep_vars=True)
+            clean = clean_names(module, state)
+            found |= {_qualified(part, clean[name]): p for name, p in state.items() if isinstance(p, nn.Parameter)}
     return found
 
 

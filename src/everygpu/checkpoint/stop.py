@@ -1,7 +1,7 @@
 """SIGTERM and SIGUSR1, as of Slurm's preemption and spot machines: the run saves once more, and ends.
 
-A handler notes the first one, which the `CheckpointManager` looks for at its next save. The second one does what it
-would do without us, so a process that doesn't come to a save can be ended.
+A handler notes the first one, which a `CheckpointManager` looks for at its next save. The second one does what it
+would do without us, so a process that doesn't come to a save can be ended. A handler of the user's stays in place.
 
 Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
 first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.
@@ -15,17 +15,13 @@ import signal
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
+from functools import cache
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
+from weakref import WeakSet, finalize
 
-from everygpu.errors import OptionError
-from everygpu.exit_codes import STOPPED
-from everygpu.ranks.group import Group, joined
+from everygpu.ranks.group import joined
 
 logger = logging.getLogger("everygpu")
 
@@ -36,161 +32,106 @@ AGAIN_S = 0.5
 PRESS_S, TWICE_S = 0.2, 2.0
 """Ctrl-C that comes twice between these times has been pressed twice."""
 
-_ASKED = "a signal asks the run to end"
-
 
 class Stop:
-    """Hears signals while a manager is in use, and says which call of its save is the last one.
+    """The handlers of this process, there while a manager is in use, and what they have heard."""
 
-    Under ranks rank 0 decides. In the first call after a signal it leaves a note that the next call is the last one.
-    Between the two lies a step, in which all ranks exchange gradients: each finds the note there.
-    """
-
-    def __init__(self, name: str, signals: Collection[int] | None) -> None:
-        self._signals = _check(signals)
-        self._key = f"last save to {name}"
-        self._heard: signal.Signals | None = None
+    def __init__(self) -> None:
+        self.heard: int | None = None
+        self.is_ending = False
+        """Whether the last checkpoint is being written: torchrun ends the other ranks as soon as one has ended."""
         self._heard_at = self._pressed_at = -math.inf
-        self._installed: dict[signal.Signals, partial[None]] = {}
+        self._users: WeakSet[object] = WeakSet()
         self._pid = os.getpid()
-        self.num_calls = 0
-        self._last: int | None = None
-        self._has_asked = self._is_ending = False
 
-    def listen(self) -> None:
-        """Hear signals from now on; only the main thread can set that up."""
-        if not self._signals or self._installed or threading.current_thread() is not threading.main_thread():
+    def listen(self, user: object) -> None:
+        """Hear signals for a manager; only the main thread can set that up."""
+        if threading.current_thread() is threading.main_thread() and user not in self._users:
+            if self._pid != os.getpid():  # forked, with what was the parent's
+                self.__init__()  # type: ignore[misc]
+            finalize(user, self._restore).atexit = False  # before it is added: it is then called after it was taken out
+            self._users.add(user)
+            for number in filter(_is_free, (*STOPPING, signal.SIGINT)):
+                signal.signal(number, self._hear)
+
+    def leave(self, user: object, *, has_failed: bool) -> None:
+        """Hear nothing more for a manager; a signal that came after its last save acts now as it would without us."""
+        if self.is_ending and joined() is not None:
             return
-        hear = weakref.WeakMethod(self._hear)  # a manager that is dropped is not kept
-        for number in (*self._signals, signal.SIGINT):
-            is_default, before = signal.getsignal(number) is signal.SIG_DFL, _beyond(signal.getsignal(number))
-            if number is signal.SIGINT and (before is not signal.default_int_handler or hasattr(sys, "ps1")):
-                continue  # a notebook's process is not ours to end
-            # What C code has installed, as faulthandler.register, is hidden from Python, and would be lost.
-            if before not in (None, signal.SIG_IGN) and not (is_default and _has_function(number)):
-                handler = partial(_pass_on, hear, before)
-                self._installed[number] = handler
-                signal.signal(number, handler)
-        weakref.finalize(self, _restore, self._installed).atexit = False
+        self._users.discard(user)
+        heard = None if has_failed or self.is_ending or joined() is not None else self.heard
+        if self._restore() and heard is not None:
+            signal.raise_signal(heard)
 
-    def leave(self, *, has_failed: bool) -> None:
-        """Hear nothing more; a signal that came after the last save acts now as it would without us."""
-        missed = None if self._is_ending or has_failed else self._heard
-        self._heard = None
-        is_alone = joined() is None
-        if self._is_ending and not is_alone:  # torchrun ends the others as soon as one has ended
-            return
-        if threading.current_thread() is threading.main_thread():
-            _restore(self._installed)
-            if missed is not None and is_alone and signal.getsignal(missed) is signal.SIG_DFL:
-                signal.raise_signal(missed)
+    def _restore(self) -> bool:
+        """Put back what was there before the first manager, if none is left; tell whether that was done."""
+        if self._users or threading.current_thread() is not threading.main_thread():
+            return False
+        self.heard = None
+        for number in (*STOPPING, signal.SIGINT):
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, _default(number))
+        return True
 
-    def is_here(self) -> bool:
-        """Tell at the next call of save whether it is the last one."""
-        self.num_calls += 1
-        group = joined() if self._signals else None
+    def find_last(self, name: str, num_calls: int) -> int | None:
+        """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's.
+
+        Rank 0 leaves a note for the others. Between two calls lies a step, in which all ranks exchange gradients: each
+        finds the note in its next call.
+        """
+        group = joined()
         if group is None:
-            return self._heard is not None
-        if self._last is None:
-            self._last = self._agree(group)
-        is_last = self._last is not None and self.num_calls >= self._last
-        # Rank 0 writes, and can be ended meanwhile, which ends all. The others only wait for it.
-        self._is_ending = is_last and group.rank != 0
-        return is_last
-
-    def end(self, path: Path) -> NoReturn:
-        """End the run: its checkpoint is written."""
-        self._is_ending = True
-        logger.warning("%s is saved: the run ends with exit code %d, as a signal asks.", path, STOPPED)
-        raise SystemExit(STOPPED)
-
-    def _agree(self, group: Group) -> int | None:
-        """Return the call that is the last one: rank 0 says so where a signal has come to it, or to one that asks."""
-        if group.rank == 0:
-            if self._heard is None and group.find_note(_ASKED) is None:
-                return None
-            group.leave_note(self._key, str(self.num_calls + 1))
-            return self.num_calls + 1
-        note = group.find_note(self._key)
-        if note is None and self._heard is not None and not self._has_asked:
-            self._has_asked = True
-            group.leave_note(_ASKED, "")
+            return None if self.heard is None else num_calls
+        if group.rank == 0 and self.heard is not None:
+            group.leave_note(f"last save to {name}", str(num_calls + 1))
+            return num_calls + 1
+        note = None if group.rank == 0 else group.find_note(f"last save to {name}")
         return None if note is None else int(note)
 
-    def _hear(self, number: signal.Signals, frame: FrameType | None, before: Any) -> None:
-        before, now, since_press, since_heard = _beyond(before), time.monotonic(), self._pressed_at, self._heard_at
-        if number not in self._installed or os.getpid() != self._pid:  # no longer in use; a DataLoader's worker
-            _act(number, frame, before)
-        elif number is signal.SIGINT:
-            self._pressed_at = now
-            if now - since_press >= PRESS_S:
-                _act(number, frame, signal.SIG_DFL if now - since_press < TWICE_S else before)
-        elif self._heard is None:
-            self._heard, self._heard_at = number, now
-            if callable(before):
-                before(number, frame)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now, is_fork = time.monotonic(), os.getpid() != self._pid  # as a DataLoader's worker is
+        is_again = number == self.heard and now - self._heard_at < AGAIN_S
+        if number == signal.SIGINT and not is_fork:
+            since, self._pressed_at = now - self._pressed_at, now
+            if since >= TWICE_S:
+                signal.default_int_handler(number, frame)
+            if since < PRESS_S:
+                return
+        elif self.heard is None and not is_fork:
+            self.heard, self._heard_at = number, now
             with suppress(RuntimeError):  # the signal has come while this stream was being written
                 logger.warning(
-                    "%s: the run ends at the next save of its CheckpointManager; a second one ends it now.", number.name
+                    "%s: the run ends at the next save of its CheckpointManager; a second one ends it now.",
+                    signal.Signals(number).name,
                 )
-        elif callable(before):
-            before(number, frame)
-        elif not self._is_ending and (number is not self._heard or now - since_heard >= AGAIN_S):
-            _act(number, frame, signal.SIG_DFL)
-
-
-def _pass_on(hear: Callable[[], Any], before: Any, number: int, frame: FrameType | None) -> None:
-    if (heard_by := hear()) is None:
-        _act(number, frame, _beyond(before))
-    else:
-        heard_by(signal.Signals(number), frame, before)
-
-
-def _restore(handlers: dict[signal.Signals, partial[None]]) -> None:
-    """Put back what was there before; a handler below another one stays, and passes on."""
-    if threading.current_thread() is threading.main_thread():
-        installed = dict(handlers)
-        handlers.clear()
-        for number, handler in installed.items():
-            if signal.getsignal(number) is handler:
-                signal.signal(number, _beyond(handler))
-
-
-def _beyond(handler: Any) -> Any:
-    """Return the handler below those of managers that are gone or closed."""
-    while isinstance(handler, partial) and handler.func is _pass_on:
-        heard_by = handler.args[0]()
-        if heard_by is not None and heard_by.__self__._installed:
-            break
-        handler = handler.args[1]
-    return handler
-
-
-def _act(number: int, frame: FrameType | None, handler: Any) -> None:
-    """Do what another handler, or the system, does at a signal."""
-    if callable(handler):
-        handler(number, frame)
-    elif handler is signal.SIG_DFL:
+            return
+        elif not is_fork and (self.is_ending or is_again):
+            return
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
 
-def _check(signals: Collection[int] | None) -> tuple[signal.Signals, ...]:
-    try:
-        chosen = STOPPING if signals is None else tuple(map(signal.Signals, signals))
-    except (TypeError, ValueError):
-        chosen = (signal.SIGINT,)
-    if not set(chosen) <= set(STOPPING):
-        raise OptionError(
-            f"CheckpointManager: signals are some of signal.SIGTERM and signal.SIGUSR1, got {signals!r}. Pass e.g. "
-            f"signals=[signal.SIGTERM], or signals=() for none."
-        )
-    return chosen
+@cache
+def stop() -> Stop:
+    """Return that of this process."""
+    return Stop()
 
 
-def _has_function(number: int) -> bool:
-    """Tell whether a function handles a signal, by ``struct sigaction``, which begins with its address."""
-    answer = ctypes.create_string_buffer(512)
-    if sys.platform not in ("linux", "darwin") or ctypes.CDLL(None).sigaction(int(number), None, answer):
+def _is_free(number: int) -> bool:
+    """Tell whether nobody handles a signal; a function of C code, as faulthandler registers, is hidden from Python."""
+    if number == signal.SIGINT and hasattr(sys, "ps1"):  # a notebook's process is not ours to end
         return False
-    return bool(ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0])
+    if signal.getsignal(number) is not _default(number):
+        return False
+    answer = ctypes.create_string_buffer(512)
+    if number == signal.SIGINT or sys.platform not in ("linux", "darwin"):
+        return True
+    failed = ctypes.CDLL(None).sigaction(int(number), None, answer)
+    # ``struct sigaction`` begins with the function.
+    return bool(failed) or not ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0]
+
+
+def _default(number: int) -> Any:
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -6,23 +6,21 @@ from pathlib import Path
 
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.foreign import find_archive_fault, list_files, read_foreign
-from everygpu.checkpoint.format import DOCUMENT, FORMAT, find_altered, is_claimed, read_document
+from everygpu.checkpoint.format import FORMAT, find_altered, is_claimed, read_document
 from everygpu.checkpoint.load import read_native
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved
-from everygpu.errors import CheckpointError, CheckpointNotFoundError
+from everygpu.errors import CheckpointError
 
 Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The checks made on a checkpoint, and the faults found."""
+    """What was compared, and the faults that were found."""
 
     format: str
     num_files: int
     size_bytes: int
-    means: str
-    """The reference the content was compared with."""
     faults: tuple[str, ...]
 
 
@@ -30,17 +28,22 @@ def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
     """Check all of a checkpoint that can be checked; ``advance`` is called with the bytes read since its last call."""
     if is_run_directory(path):
         saved = [one.path for one in list_saved(path)]
-        faults = [fault for one in saved for fault in _faults_of_ours(one, advance)]
-        return _report(f"{FORMAT}, {len(saved)} checkpoint{'s' * (len(saved) > 1)} of a run", saved, "SHA-256", faults)
+        words = f"{FORMAT}, {len(saved)} checkpoint{'s' * (len(saved) > 1)} of a run; SHA-256"
+        return _report(words, saved, [fault for one in saved for fault in _faults_of_ours(one, advance)])
     if not path.exists() or is_claimed(path):
         directory = find_directory(path)
-        return _report(FORMAT, [directory], "SHA-256", _faults_of_ours(directory, advance))
+        return _report(f"{FORMAT}; SHA-256", [directory], _faults_of_ours(directory, advance))
+    faults = []
     try:
-        return _examine_foreign(path, advance)
-    except CheckpointNotFoundError:
-        raise
+        words, _, *files = list_files(path)
+        read_foreign(path)
     except CheckpointError as error:
-        return _report("unknown", [path], "structure", [str(error)])
+        return _report("unknown", [path], [str(error)])
+    for file in files:
+        if problem := find_archive_fault(file):
+            faults.append(f"{file} {problem}")
+        advance(file.stat().st_size)
+    return _report(f"{words}; structure, and checksums where torch.save wrote them", files, faults)
 
 
 def total_bytes(path: Path) -> int:
@@ -52,35 +55,18 @@ def total_bytes(path: Path) -> int:
 def _faults_of_ours(directory: Path, advance: Advance) -> list[str]:
     try:
         faults = [str(error) for error in find_altered(directory, read_document(directory), advance)]
+        if not faults:  # each of the files is as it was written: now what is in them
+            read_native(directory)
+        return faults
     except CheckpointError as error:
         return [str(error)]
-    if not faults:  # each of the files is as it was written: now what is in them
-        try:
-            read_native(directory)
-        except CheckpointError as error:
-            faults.append(f"{directory / DOCUMENT}: {error}")
-    return faults
-
-
-def _examine_foreign(path: Path, advance: Advance) -> Report:
-    words, _, *files = list_files(path)
-    faults = []
-    try:
-        read_foreign(path)
-    except CheckpointError as error:
-        faults.append(str(error))
-    for file in files:
-        if problem := find_archive_fault(file):
-            faults.append(f"{file} {problem}")
-        advance(file.stat().st_size)
-    return _report(words, files, "structure, and checksums where torch.save wrote them", faults)
 
 
 def _files_in(places: list[Path]) -> list[Path]:
     return [file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
 
 
-def _report(words: str, places: list[Path], means: str, faults: list[str]) -> Report:
+def _report(words: str, places: list[Path], faults: list[str]) -> Report:
     files = _files_in(places)
-    size_bytes = sum(file.stat().st_size for file in files)
-    return Report(format=words, num_files=len(files), size_bytes=size_bytes, means=means, faults=tuple(faults))
+    num_bytes = sum(file.stat().st_size for file in files)
+    return Report(format=words, num_files=len(files), size_bytes=num_bytes, faults=tuple(faults))

@@ -41,7 +41,7 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
     """Show the tensors in a checkpoint."""
     from everygpu.checkpoint.load import read_any
 
-    contents = read_any(path, section=section, with_values=False)
+    contents = read_any(path, section=section)
     console = make_console(10_000)
     if as_json:
         console.out(json.dumps(describe(path, contents), indent=2))
@@ -72,9 +72,7 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
         console.print(plain(f"{path}: invalid"))
         context.exit(_INVALID)
     files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
-    console.print(
-        f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)}; {report.means})"
-    )
+    console.print(f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)})")
 
 
 @checkpoint.command("convert", short_help="Write the model in SRC to DST, as safetensors or .pt.")
@@ -82,30 +80,18 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
 @click.argument("destination", metavar="DST", type=UserPath(path_type=Path))
 @click.option("--section", metavar="NAME", help="The state dict to take, where the source has several.")
 @click.option("--strip-prefix", default="", metavar="TEXT", help="Take this off names that begin with it.")
-@click.option(
-    "--dtype", type=click.Choice(["float64", "float32", "float16", "bfloat16"]), help="Cast floating-point tensors."
-)
-@click.option("--overwrite", is_flag=True, help="Replace a file of weights at DST.")
+@click.option("--overwrite", is_flag=True, help="Replace the file at DST.")
 def convert_checkpoint(
-    source: Path, destination: Path, section: str | None, strip_prefix: str, dtype: str | None, overwrite: bool
+    source: Path, destination: Path, section: str | None, strip_prefix: str, overwrite: bool
 ) -> None:
     """Write the model in SRC to DST, whose name ends with .pt, .pth, .ckpt, .bin or .safetensors.
 
     What is at DST is replaced when the new file is complete.
     """
-    import torch  # not for the help
-
-    from everygpu.checkpoint.convert import convert
+    from everygpu.checkpoint.convert import convert  # not for the help
 
     with show_bar(f"converting {source.name}"):
-        outcome = convert(
-            source,
-            destination,
-            section=section,
-            strip_prefix=strip_prefix,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            overwrite=overwrite,
-        )
+        outcome = convert(source, destination, section=section, strip_prefix=strip_prefix, overwrite=overwrite)
     console = make_console(10_000)
     console.print(plain(f"{destination}: {outcome.num_tensors} tensors ({outcome.format})"))
     if outcome.left_out:

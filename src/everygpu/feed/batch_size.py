@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
-from everygpu.errors import DeviceError, ModuleError, OptimizerError, OptionError, RankError
-from everygpu.feed.feeder import data_parallel_in, describe, find_route, is_number
+from everygpu.errors import DeviceError, OptionError, RankError
+from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.ranks.group import joined
@@ -24,25 +24,13 @@ PRECISION = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTrial:
-    """One size that was tried."""
-
-    num_rows: int
-    fits: bool
-    peak_bytes: int
-    """Most memory that torch held on any one GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizeReport:
     """What ``find_batch_size`` found."""
 
     num_rows: int
-    """The largest batch that fits, for all devices of all ranks together."""
-    trials: tuple[BatchTrial, ...]
-    """In the order they were run; those of this rank, with rows for its devices."""
-    is_limit: bool
-    """Whether ``max_rows`` ended the search, not the memory."""
+    """The largest batch that fits, for all devices together."""
+    trials: tuple[tuple[int, bool], ...]
+    """The sizes that were tried, and whether they fit."""
 
 
 def find_batch_size(
@@ -51,7 +39,6 @@ def find_batch_size(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    min_rows: int | None = None,
     max_rows: int = 2**16,
     headroom_pct: float = 5.0,
 ) -> BatchSizeReport:
@@ -71,9 +58,6 @@ def find_batch_size(
             report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
             loader = DataLoader(dataset, batch_size=report.num_rows)
 
-    Under torchrun each rank searches by itself, without the others, from the batch it is given on; the smallest that
-    was found counts for all, times the ranks.
-
     Args:
         step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
             stays changed, and what it saves is saved.
@@ -81,60 +65,52 @@ def find_batch_size(
             nesting of containers.
         model: A ``DataParallel``, or a module on one device; on GPUs.
         optimizer: Of the step.
-        min_rows: The smallest size to try; one row per device when left out.
-        max_rows: The largest size to try; under torchrun, both are for each rank.
+        max_rows: The largest size to try.
         headroom_pct: Share of each GPU's memory that stays free: 0 to less than 100.
     Returns:
         The size, and what was tried.
     Raises:
-        OptionError: an option has no such value, ``batch`` has no rows, or ``step`` can't be called.
-        ModuleError: ``model`` is no module.
-        OptimizerError: ``optimizer`` is none of torch's.
+        OptionError: an option has no such value, or ``batch`` has no rows.
         DeviceError: ``model`` is on no GPU: a host that runs out of memory ends programs instead of raising.
-        torch.OutOfMemoryError: not even ``min_rows`` fit.
+        RankError: several ranks train. Search in a process of its own, and multiply by the ranks.
+        torch.OutOfMemoryError: not even a row for each device fits.
         Exception: what the step raises.
     Source:
         ``torch.cuda.set_per_process_memory_fraction`` keeps the headroom free; ``torch.OutOfMemoryError`` ends a trial.
     """
-    _check_kinds(step, model, optimizer)
-    route = find_route(model, None, None)
-    count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
-    lowest = min_rows if min_rows is not None else min(count, max_rows) if type(max_rows) is int else 1
-    if not (type(lowest) is type(max_rows) is int) or not 1 <= lowest <= max_rows:
-        raise OptionError(
-            f"find_batch_size: min_rows and max_rows are whole numbers, 1 <= min_rows <= max_rows, got {lowest!r} and "
-            f"{max_rows!r}."
+    if (group := joined()) is not None and group.size > 1:
+        raise RankError(
+            "find_batch_size: Several ranks can't search, as each would run out of memory at another step. Search in a "
+            "run of one process, and multiply what it finds by the ranks."
         )
-    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
-        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
+    route = find_route(model)
+    count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
+    if type(max_rows) is not int or max_rows < 1:
+        raise OptionError(f"find_batch_size: max_rows is a whole number from 1, got {max_rows!r}.")
+    if not 0 <= headroom_pct < 100:
+        raise OptionError(f"find_batch_size: headroom_pct is from 0 to below 100, got {headroom_pct!r}.")
     num_rows = find_rows([("batch", batch)], route.dim, count)
     if not num_rows:
-        raise OptionError(
-            "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
-        )
-    trials: list[BatchTrial] = []
+        raise OptionError("find_batch_size: The batch has no tensor with rows. Pass one batch of the loader.")
+    trials: list[tuple[int, bool]] = []
 
     def fits(size: int) -> bool:
-        for gpu in gpus:
-            torch.cuda.reset_peak_memory_stats(gpu)
         is_fit = _attempt(step, resize(batch, size, route.dim, count), gpus)
-        peak = max(map(torch.cuda.max_memory_reserved, gpus), default=0)
-        trials.append(BatchTrial(num_rows=size, fits=is_fit, peak_bytes=peak))
+        trials.append((size, is_fit))
         if wrapper is not None:
             wrapper.release()  # of each size, compiled replicas keep memory
         _return_memory(gpus)
         return is_fit
 
+    lowest = min(count, max_rows)
     start = min(max(num_rows, lowest), max_rows)
     with _limited_memory(gpus, headroom_pct), _restored(model, optimizer):
-        everywhere = _on_all_ranks(lambda: _find_size(fits, start, lowest, max_rows, grain=count))
-    if 0 in everywhere:
+        found = _find_size(fits, start, lowest, max_rows, grain=count)
+    if found == 0:
         raise torch.OutOfMemoryError(
-            f"find_batch_size: not even {lowest} rows fit. Pass a smaller min_rows, or make the model's memory "
-            f"smaller: lower precision, activation checkpointing."
+            f"find_batch_size: not even {lowest} rows fit. Use lower precision, or activation checkpointing."
         )
-    size = min(everywhere)
-    return BatchSizeReport(num_rows=size * len(everywhere), trials=tuple(trials), is_limit=size == max_rows)
+    return BatchSizeReport(num_rows=found, trials=tuple(trials))
 
 
 def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -191,26 +167,6 @@ def _find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: in
     return low
 
 
-def _on_all_ranks(search: Callable[[], int]) -> list[int]:
-    """Have each rank search by itself; return what all have found, or raise a RankError if the step failed on one."""
-    group = joined()
-    if group is None:
-        return [search()]
-    found: int | Exception
-    with group.apart():
-        try:
-            found = search()
-        except Exception as error:  # noqa: BLE001 - raised below
-            found = error
-    everywhere = group.gather(found if isinstance(found, int) else f"{type(found).__name__}: {found}")
-    if isinstance(found, Exception):
-        raise found
-    failed = {rank: one for rank, one in enumerate(everywhere) if isinstance(one, str)}
-    for rank, failure in failed.items():
-        raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
-    return [one for one in everywhere if isinstance(one, int)]
-
-
 @contextmanager
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
@@ -218,27 +174,23 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
     Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The model's tensors stay the same
     objects; buffers that a step has replaced are the old ones again.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    grads = [(p, p.grad) for p in model.parameters()]
+    tensors = [*model.parameters(), *model.buffers(), *(grad for _, grad in grads if grad is not None)]
     values = [(t, _on_host(t)) for t in tensors]
-    grads = [(t, t.grad) for t in tensors if t.is_leaf]
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = [(module, name, t) for module in model.modules() for name, t in module._buffers.items()]
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     state = None if optimizer is None else tree.map_leaves(_on_host, optimizer.state_dict())
     with rng_states_kept():
         try:
             yield
         finally:
             with torch.no_grad():
-                for t, grad in grads:
-                    t.grad = grad
+                for p, grad in grads:
+                    p.grad = grad
                 for t, value in values:
                     t.copy_(value)
-            for module, is_training in flags:
+            for module, is_training, buffers in modules:
                 module.training = is_training
-            for module, name, buffer in buffers:
-                if getattr(module, name) is not buffer:
-                    setattr(module, name, buffer)
+                module._buffers.update(buffers)
             if optimizer is not None and state is not None:
                 getattr(optimizer, "module", optimizer).state.clear()  # room for the old one
                 optimizer.load_state_dict(state)
@@ -284,14 +236,3 @@ def _return_memory(gpus: Sequence[torch.device]) -> None:
 
 def _on_host(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-
-def _check_kinds(step: Any, model: Any, optimizer: Any) -> None:
-    inner = getattr(optimizer, "module", optimizer)
-    for error, name, value, is_one, what in (
-        (OptionError, "step", step, callable(step), "callable as step(batch)"),
-        (ModuleError, "model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-        (OptimizerError, "optimizer", optimizer, isinstance(inner, torch.optim.Optimizer | None), "a torch optimizer"),
-    ):
-        if not is_one:
-            raise error(f"find_batch_size: {name} must be {what}, got {describe(value)}. Pass that of the training.")

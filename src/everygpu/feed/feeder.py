@@ -2,21 +2,18 @@
 
 import weakref
 from collections.abc import Iterable
-from numbers import Real
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError
-from everygpu.feed.one_pass import Feed
+from everygpu.feed.one_pass import Feed, FeedReport, Waiting
 from everygpu.feed.order import Order
-from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
+from everygpu.parallel.scatter.split import ScatterSpec, default_split, settle_split
 from everygpu.step.train_step import TrainStep
 
 Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
@@ -53,8 +50,6 @@ class Feeder:
             sent when it is asked for.
         seed: Of the orders of all passes: 0 to 2**63 - 1. By default drawn from the loader's generator if it has one,
             else from torch's, as the Feeder is made. A position that is loaded has its own.
-        split: As for ``DataParallel``; taken from there when left out.
-        dim: Likewise, else 0.
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes. Without
             worker processes, the first batch of what has no indices is waited for.
         sharded: Whether each rank's loader gives that rank's own rows. By default its batches are those of the whole
@@ -62,7 +57,7 @@ class Feeder:
             has indices.
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated, or has ``in_order=False``.
-        DeviceError: a device is unknown, absent or named twice.
+        DeviceError: a device is unknown or absent, or ``model_or_devices`` is something else.
     Source:
         ``DataLoader(pin_memory=True)`` with ``Tensor.to(non_blocking=True)``, ahead of time and to several devices.
     """
@@ -74,21 +69,22 @@ class Feeder:
         *,
         prefetch: int = 2,
         seed: int | None = None,
-        split: Split | None = None,
-        dim: int | None = None,
         timeout: float | None = None,
         sharded: bool = False,
     ) -> None:
         kind = type(loader)
         if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
-            raise OptionError(f"Feeder: {describe(loader)} is no iterable of batches. Pass for instance a DataLoader.")
-        check_target(model_or_devices, "Feeder")
-        _check_options(prefetch, seed, dim, timeout, sharded)
+            raise OptionError(f"Feeder: {loader!r} is no iterable of batches. Pass for instance a DataLoader.")
+        if prefetch < 0 or (timeout is not None and (timeout <= 0 or prefetch == 0)):
+            raise OptionError(
+                f"Feeder: prefetch counts batches, from 0, and timeout seconds, with prefetch from 1; got {prefetch!r} "
+                f"and {timeout!r}."
+            )
         self.loader = loader
         self._order = Order(loader, seed, sharded)
-        self._route = find_route(model_or_devices, split, dim)
+        self._route = find_route(model_or_devices)
         self._prefetch, self._timeout = prefetch, timeout
-        self._meter = WaitMeter(loader, prefetch)
+        self._waiting = Waiting(warns=prefetch > 0)  # without a thread, every batch is waited for
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
@@ -102,7 +98,7 @@ class Feeder:
         """
         if getattr(self._order.iterated, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
-        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._meter)
+        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._waiting)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -143,7 +139,7 @@ class Feeder:
 
     def report(self) -> FeedReport:
         """Return how long the steps took so far, and how much of that was waiting for data."""
-        return self._meter.report()
+        return self._waiting.all
 
     def close(self) -> None:
         """End the pass that is on, its thread and its workers, persistent ones too."""
@@ -162,19 +158,17 @@ class Feeder:
             feed.close()
 
 
-def find_route(target: Target, split: Split | None, dim: int | None) -> ScatterSpec:
+def find_route(target: Target) -> ScatterSpec:
     """Work out where batches go; see ``Feeder``."""
     target = target.model if isinstance(target, TrainStep) else target
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
+    devices = parse_devices(target) if not isinstance(target, nn.Module) else []
     if model is not None:
-        devices, model_split, model_dim = list(model.replica_devices), model.split, model.dim
+        devices = list(model.replica_devices)
     elif isinstance(target, nn.Module):
-        tensor = next(iter([*target.parameters(), *target.buffers()]), torch.empty(0, device="cpu"))
-        devices, model_split, model_dim = [tensor.device], default_split(), 0
-    else:
-        devices, model_split, model_dim = parse_devices(target), default_split(), 0
-    settled = settle_split(model_split if split is None else split, devices)
-    return ScatterSpec(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
+        devices = [next(iter([*target.parameters(), *target.buffers()]), torch.empty(0, device="cpu")).device]
+    split, dim = (default_split(), 0) if model is None else (model.split, model.dim)
+    return ScatterSpec(devices=tuple(devices), dim=dim, split=settle_split(split, devices))
 
 
 def data_parallel_in(model: nn.Module) -> DataParallel | None:
@@ -185,38 +179,3 @@ def data_parallel_in(model: nn.Module) -> DataParallel | None:
             return None
         model = model.get_submodule(child)
     return model
-
-
-def check_target(target: Any, caller: str) -> None:
-    """Refuse what is neither a model nor could be devices; those are looked at by ``parse_devices``."""
-    is_known = target is None or isinstance(target, (nn.Module, TrainStep, str, torch.device, SupportsIndex))
-    if not is_known and (isinstance(target, DataLoader) or not isinstance(target, Iterable)):
-        raise OptionError(
-            f"{caller}: model_or_devices must be a model, a TrainStep or devices, got {describe(target)}. "
-            f"Leave it out for every device."
-        )
-
-
-def is_number(value: Any) -> bool:
-    """Tell whether a value can be compared with numbers, and is meant as one."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def describe(value: Any) -> str:
-    """Name what was passed by its type; its own text may be pages long."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__}"
-
-
-def _check_options(prefetch: Any, seed: Any, dim: Any, timeout: Any, sharded: Any) -> None:
-    is_whole = {name: type(value) is int for name, value in (("prefetch", prefetch), ("seed", seed), ("dim", dim))}
-    for name, value, is_right, what in (
-        ("prefetch", prefetch, is_whole["prefetch"] and prefetch >= 0, "a whole number from 0"),
-        ("seed", seed, seed is None or (is_whole["seed"] and 0 <= seed < 2**63), "a whole number from 0 to 2**63 - 1"),
-        ("timeout", timeout, timeout is None or (is_number(timeout) and timeout > 0), "more than 0 seconds"),
-        ("dim", dim, dim is None or is_whole["dim"], "an int"),
-        ("sharded", sharded, isinstance(sharded, bool), "True or False"),
-    ):
-        if not is_right:
-            raise OptionError(f"Feeder: {name} must be {what}, got {value!r}. Leave it out for its default.")
-    if timeout is not None and prefetch == 0:
-        raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")

@@ -3,12 +3,10 @@
 Knows the insides of torch's DataLoader. Loaders of other kinds are iterated as they are.
 """
 
-import contextlib
 import logging
 import math
 import os
 import queue
-import signal
 import threading
 import time
 import weakref
@@ -20,7 +18,6 @@ from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
 from everygpu.feed.dealing import Dealing
 from everygpu.feed.order import Order
-from everygpu.feed.waiting import StepTime, WaitMeter
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.ranks.lockstep import Lockstep
@@ -34,11 +31,8 @@ _POLL_S = 0.1
 """How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
-
-_HINTS = {
-    "SIGKILL": "The kernel's out-of-memory killer does this: take fewer workers, or smaller items.",
-    "SIGBUS": "Shared memory may be full: see `df -h /dev/shm`, or take fewer workers.",
-}
+WINDOW_STEPS, LIMIT_PCT = 100, 10.0
+"""Waiting for more than this share of so many steps is worth a line in the log."""
 
 logger = logging.getLogger("everygpu")
 
@@ -48,22 +42,57 @@ class Stopped(Exception):  # noqa: N818 - no error: the loop was left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A batch on its way to the loop."""
+class FeedReport:
+    """Means over the steps of a Feeder, on the host's clock."""
 
-    sent: SentBatch
+    num_steps: int = 0
+    """Steps that were measured: the first batch of each pass, for which workers start, is not."""
+    step_s: float = 0.0
+    """From one batch to the next."""
+    wait_s: float = 0.0
+    """The part of a step in which the loop waited for data."""
     load_s: float = 0.0
-    send_s: float = 0.0
+    """Seconds the loader needs for a batch, beside the loop's work."""
+
+    @property
+    def wait_pct(self) -> float:
+        """Share of the time in which the loop waited: 0 to 100; 0 before the first step."""
+        return 100 * self.wait_s / self.step_s if self.step_s else 0.0
+
+    def plus(self, *times_s: float) -> "FeedReport":
+        """Return the means with one more step."""
+        num, before = self.num_steps, (self.step_s, self.wait_s, self.load_s)
+        step_s, wait_s, load_s = ((mean * num + time_s) / (num + 1) for mean, time_s in zip(before, times_s))
+        return FeedReport(num_steps=num + 1, step_s=step_s, wait_s=wait_s, load_s=load_s)
+
+
+class Waiting:
+    """Measures the steps of all passes, and warns once when data is what the devices wait for."""
+
+    def __init__(self, warns: bool) -> None:
+        self.all, self._recent, self.warns = FeedReport(), FeedReport(), warns
+
+    def add(self, *times_s: float) -> None:
+        """Count a step: its whole time, the part that was waited for data, and the loader's time for its batch."""
+        self.all, recent = self.all.plus(*times_s), self._recent.plus(*times_s)
+        self._recent = recent if recent.num_steps < WINDOW_STEPS else FeedReport()
+        if recent.num_steps == WINDOW_STEPS and self.warns and recent.wait_pct > LIMIT_PCT:
+            self.warns = False
+            logger.warning(
+                "Feeder: waited for data during %.0f%% of the last %d steps (%.1f of %.1f ms a step; a batch takes the "
+                "loader %.1f ms). everygpu.tune_workers(loader) measures which num_workers is best.",
+                *(recent.wait_pct, recent.num_steps, 1e3 * recent.wait_s, 1e3 * recent.step_s, 1e3 * recent.load_s),
+            )
 
 
 class Feed:
     """One pass over a loader; made by ``iter(feeder)``."""
 
     def __init__(
-        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, meter: WaitMeter
+        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, waiting: Waiting
     ) -> None:
         iterator, self._position, dealing = order.begin()
-        self._route, self._timeout_s, self._meter = route, timeout_s, meter
+        self._route, self._timeout_s, self._waiting = route, timeout_s, waiting
         self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
@@ -89,11 +118,11 @@ class Feed:
             raise StopIteration
         asked_at = time.perf_counter()
         try:
-            prepared = self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep)
-            batch = unpack_batch(prepared.sent)
+            sent, load_s = self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep)
+            batch = unpack_batch(sent)
             now, before = time.perf_counter(), self._handed_over_at
             if before is not None:
-                self._meter.add(StepTime(now - before, now - asked_at, prepared.load_s, prepared.send_s))
+                self._waiting.add(now - before, now - asked_at, load_s)
             self._handed_over_at = now
         except BaseException as error:
             if isinstance(error, StopIteration):
@@ -116,16 +145,16 @@ class Feed:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _take(self) -> _Prepared:
+    def _take(self) -> tuple[SentBatch, float]:
         found = self._ahead.prepare() if self._ahead.thread is None else self._ahead.wait(self._timeout_s)
-        if isinstance(found, _Prepared):
+        if isinstance(found, tuple):
             return found
         try:
             raise found
         finally:
             del found  # its traceback holds all that its frames refer to
 
-    def _take_in_lockstep(self, lockstep: Lockstep) -> _Prepared:
+    def _take_in_lockstep(self, lockstep: Lockstep) -> tuple[SentBatch, float]:
         """Take the next batch; after the loader's end one without rows, while other ranks go on."""
         prepared = None
         if not self._has_ended:
@@ -135,7 +164,7 @@ class Feed:
                 self._has_ended = True
         if not lockstep.goes_on(prepared is not None):
             raise StopIteration
-        return prepared or _Prepared(sent=send_batch(lockstep.empty_batch(), self._route))
+        return prepared or (send_batch(lockstep.empty_batch(), self._route), 0.0)
 
 
 class _Ahead:
@@ -152,24 +181,24 @@ class _Ahead:
         if isinstance(iterator, LoaderIterator) and hasattr(iterator, "_workers"):
             self._workers = list(iterator._workers)
             _watch(iterator, self.stop)
-        self._ready: queue.SimpleQueue[_Prepared | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[SentBatch, float] | BaseException] = queue.SimpleQueue()
         """Batches in order; then what the loader ended with, a StopIteration or an error."""
         self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
         self.thread: threading.Thread | None = None
         if prefetch:  # a daemon, in case the loader's next() never returns
             self.thread = threading.Thread(target=self._run, name="everygpu-feeder", daemon=True)
 
-    def prepare(self) -> _Prepared:
+    def prepare(self) -> tuple[SentBatch, float]:
+        """Load a batch and send it; return it with the seconds that the loader took."""
         start = time.perf_counter()
         with DRAW_GATE.drawing():
             batch = self._fetch()
         if self._dealing is not None:
             batch = self._dealing.take(batch, self._route.dim)
-        loaded = time.perf_counter()
-        sent = send_batch(batch, self._route)
-        return _Prepared(sent=sent, load_s=loaded - start, send_s=time.perf_counter() - loaded)
+        load_s = time.perf_counter() - start
+        return send_batch(batch, self._route), load_s
 
-    def wait(self, timeout_s: float | None) -> _Prepared | BaseException:
+    def wait(self, timeout_s: float | None) -> tuple[SentBatch, float] | BaseException:
         """Take what the thread has ready."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -179,12 +208,11 @@ class _Ahead:
                 return found
             except queue.Empty:
                 if time.monotonic() >= deadline:
-                    workers = "The loader has no worker processes: its own next() has not returned."
-                    if self._workers:
-                        workers = f"The loader's worker processes: pid {', '.join(str(w.pid) for w in self._workers)}."
+                    pids = ", ".join(str(worker.pid) for worker in self._workers)
                     raise FeedTimeoutError(
-                        f"Feeder: no batch came within timeout={timeout_s:g} s. {workers} "
-                        f"Raise timeout, or look at what the loader waits for."
+                        f"Feeder: no batch came within timeout={timeout_s:g} s. The loader has "
+                        f"{f'worker processes: pid {pids}' if pids else 'no worker processes'}. Raise timeout, or look "
+                        f"at what the loader waits for."
                     ) from None
                 if self.thread is not None and not self.thread.is_alive() and self._ready.empty():
                     raise WorkerError(
@@ -256,9 +284,11 @@ class _Ahead:
                 time.sleep(0.01)
             if not dead:
                 raise
-            ends = ", ".join(f"pid {w.pid} {_describe_end(w.exitcode)}" for w in dead)
-            hint = next((_HINTS[name] for name in _HINTS if name in ends), "Run with num_workers=0 to see its error.")
-            raise WorkerError(f"Feeder: a worker process of the loader has died: {ends}. {hint}") from error
+            ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
+            raise WorkerError(
+                f"Feeder: a worker process of the loader has died: {ends}. -9 is the kernel's out-of-memory killer: "
+                f"take fewer workers, or smaller items. -7 is a full /dev/shm. Else num_workers=0 shows the error."
+            ) from error
 
     def _let_go(self, *, kill: bool) -> None:
         """Let go of the iterator, and see its workers out, in the thread that used it; ``kill`` doesn't ask them."""
@@ -294,11 +324,3 @@ def _watch(iterator: Any, stop: threading.Event) -> None:
                 return found
 
     iterator._try_get_data = try_get_data
-
-
-def _describe_end(code: int) -> str:
-    if code > 0:
-        return f"ended with exit status {code}"
-    with contextlib.suppress(ValueError):  # not every signal has a name
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"

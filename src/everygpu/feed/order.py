@@ -28,14 +28,6 @@ from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, sample
 from everygpu.ranks.group import join
 from everygpu.torch_private.data import LoaderIterator
 
-_WORDS = {
-    "batches": "number of batches",
-    "rows": "number of rows",
-    "batch_size": "batch_size",
-    "num_workers": "num_workers (over an IterableDataset)",
-}
-"""What has to be the same for a pass to go on in its middle."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Pass:
@@ -158,9 +150,8 @@ class Order:
             before = state["data"].get(name)
             if None not in (before, value) and before != value:
                 raise CheckpointMismatchError(
-                    f"Feeder: the position is in the middle of a pass, and the {_WORDS[name]} was {before} then, "
-                    f"{value} now: rows would be repeated and others left out. Make the DataLoader as it was, or leave "
-                    f"the position out."
+                    f"Feeder: the position is in the middle of a pass, with {name}={before} then, and {value} now: "
+                    f"rows would be repeated and others left out. Make the DataLoader as it was, or leave it out."
                 )
         # Of parts, what was saved is rank 0's.
         last = None if self.kind == "sharded" else state["last_batch"]
@@ -200,7 +191,7 @@ class Order:
         return _begun(batches if self._holder is None else _noted(batches, now, self._holder, lambda _: None))
 
     def _describe(self) -> dict[str, Any]:
-        """Return what has to be the same for a pass to go on, where it is known."""
+        """Return what has to be the same for a pass to go on in its middle, where it is known."""
         dataset = getattr(self._loader, "dataset", None)
         reads_again = isinstance(dataset, IterableDataset) and self._holder is None
         return {
@@ -267,7 +258,7 @@ def _keeps_state(value: Any) -> bool:
 def _generators_of(holders: Iterable[Any], within: type) -> list[Any]:
     """Find the generators that are attributes of some objects, and of those of a type within them, each once."""
     kinds = (random.Random, torch.Generator, numpy.random.Generator, numpy.random.RandomState)
-    values = [value for holder in _with_inner(holders, within) for value in _attributes(holder)]
+    values = [value for holder in _with_inner(holders, within) for value in getattr(holder, "__dict__", {}).values()]
     found = [v for v in values if isinstance(v, kinds) and not isinstance(v, random.SystemRandom)]
     return list({id(value): value for value in found}.values())
 
@@ -276,14 +267,10 @@ def _with_inner(holders: Iterable[Any], within: type) -> list[Any]:
     left, found = list(holders), {}
     while left:
         holder = left.pop(0)
-        if holder is not None and id(holder) not in found:
+        if id(holder) not in found:
             found[id(holder)] = holder
-            left += [value for value in _attributes(holder) if isinstance(value, within)]
+            left += [value for value in getattr(holder, "__dict__", {}).values() if isinstance(value, within)]
     return list(found.values())
-
-
-def _attributes(holder: Any) -> list[Any]:
-    return list(getattr(holder, "__dict__", {}).values())
 
 
 def _draw_seed(generators: Sequence[Any]) -> int:
@@ -333,22 +320,12 @@ def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[
             now.drawn.append((indices_of(batch), None, False))
             yield batch
         return
-    ahead = _draw(batches)
-    while not isinstance(ahead, BaseException):
+    ahead = list(islice(batches, 1))
+    while ahead:
         batch, own = ahead[0], copy.deepcopy(holder.state_dict())
-        ahead = _draw(batches)
-        is_last = isinstance(ahead, StopIteration)
-        now.drawn.append((indices_of(batch), copy.deepcopy(holder.state_dict()) if is_last else own, is_last))
+        ahead = list(islice(batches, 1))
+        now.drawn.append((indices_of(batch), own if ahead else copy.deepcopy(holder.state_dict()), not ahead))
         yield batch
-    if not isinstance(ahead, StopIteration):
-        raise ahead
-
-
-def _draw(batches: Iterator[Any]) -> tuple[Any] | BaseException:
-    try:
-        return (next(batches),)
-    except BaseException as error:  # noqa: BLE001 - raised again at its batch
-        return error
 
 
 def _frozen(indices: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,24 +12,10 @@ from torch.utils.data import DataLoader
 
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.errors import OptionError
-from everygpu.feed.feeder import Feeder, Target, check_target, describe, is_number
-from everygpu.feed.waiting import count_cores
+from everygpu.feed.feeder import Feeder, Target
 
 GAIN = 0.05
 """More workers are worth their memory when they are faster by this part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTrial:
-    """One number of workers that was tried."""
-
-    num_workers: int
-    batches_per_s: float
-    """After the first batch."""
-    first_batch_s: float
-    """Starting the workers and loading the first batch: what each pass costs, unless workers are persistent."""
-    num_batches: int
-    """How many the rate was measured over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +23,9 @@ class WorkerReport:
     """What ``tune_workers`` found."""
 
     num_workers: int
-    """The smallest number that is as fast as any, within the gain that counts."""
-    trials: tuple[WorkerTrial, ...]
-    """In the order they were run."""
+    """The smallest number that is as fast as any, within 5%."""
+    batches_per_s: dict[int, float]
+    """By number of workers, in the order they were tried; after the first batch."""
 
 
 def tune_workers(
@@ -63,7 +50,7 @@ def tune_workers(
         candidates: Numbers of workers to try, all of them, in this order.
         seconds: How long to measure each number of workers.
     Returns:
-        The number, and what was tried.
+        The number, and what was measured.
     Raises:
         OptionError: ``loader`` is no DataLoader or gives no batch, or an option has no such value.
         Exception: what the loader raises.
@@ -71,30 +58,20 @@ def tune_workers(
         ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
     if not isinstance(loader, DataLoader):
-        raise OptionError(
-            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
-            f"Other iterables have no workers to tune."
-        )
-    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise OptionError(f"tune_workers: {loader!r} is no DataLoader. Other iterables have no workers to tune.")
+    if not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
     numbers = _numbers_to_try(candidates)
-    check_target(model_or_devices, "tune_workers")
-    trials: list[WorkerTrial] = []
+    rates: dict[int, float] = {}
     for num_workers in numbers:
         with rng_states_kept(with_cuda=False):
-            trials.append(_try(loader, model_or_devices, num_workers, seconds))
-        rates = [t.batches_per_s for t in trials]
+            rates[num_workers] = _measure(with_workers(loader, num_workers), model_or_devices, seconds)
+        found = list(rates.values())
         # The last two, beyond the first ones, brought nothing over the best before.
-        if candidates is None and len(rates) > 4 and max(rates[-2:]) < (1 + GAIN) * max(rates[:-2]):
+        if candidates is None and len(found) > 4 and max(found[-2:]) < (1 + GAIN) * max(found[:-2]):
             break
-    return WorkerReport(num_workers=choose(trials), trials=tuple(trials))
-
-
-def choose(trials: Iterable[WorkerTrial]) -> int:
-    """Return the smallest number of workers that is as fast as any, within the gain that counts."""
-    known = list(trials)
-    best = max(t.batches_per_s for t in known)
-    return min(t.num_workers for t in known if t.batches_per_s * (1 + GAIN) >= best)
+    chosen = min(number for number, rate in rates.items() if rate * (1 + GAIN) >= max(rates.values()))
+    return WorkerReport(num_workers=chosen, batches_per_s=rates)
 
 
 def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
@@ -103,29 +80,29 @@ def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
     own = vars(twin)  # DataLoader refuses to set some of these after its constructor
     own |= {"num_workers": num_workers, "persistent_workers": False, "_iterator": None}
     own["prefetch_factor"] = (loader.prefetch_factor or 2) if num_workers else None
-    if not num_workers:
-        own["timeout"] = 0
+    own["timeout"] = loader.timeout if num_workers else 0
     return twin
 
 
 def _numbers_to_try(candidates: Iterable[int] | None) -> list[int]:
     if candidates is None:
-        limit = count_cores()
+        limit = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
     numbers = list(candidates) if isinstance(candidates, Iterable) else []
     if not numbers or any(type(n) is not int or n < 0 for n in numbers):
         raise OptionError(
-            f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers or candidates!r}. "
+            f"tune_workers: candidates are whole numbers from 0, got {numbers or candidates!r}. "
             f"Leave them out for 0, 1, 2, 4 and so on."
         )
     return numbers
 
 
-def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: float) -> WorkerTrial:
-    start = time.perf_counter()
-    feeder = Feeder(with_workers(loader, num_workers), target, seed=0)
+def _measure(loader: DataLoader[Any], target: Target, seconds: float) -> float:
+    """Return the batches a second."""
+    feeder = Feeder(loader, target, seed=0)
     feeder._order.is_alone = True  # ranks measure for different numbers of batches
-    feeder._meter.warns = False  # there is nothing else to do than to wait
+    feeder._waiting.warns = False  # there is nothing else to do than to wait
+    start = time.perf_counter()
     with iter(feeder) as feed:
         if next(feed, feed) is feed:
             raise OptionError("tune_workers: the loader gives no batch. Check its dataset and sampler.")
@@ -135,8 +112,4 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
             num_batches, now = num_batches + 1, time.perf_counter()
             if now - begin >= seconds:
                 break
-    first_batch_s = begin - start
-    rate = num_batches / (now - begin) if num_batches else 1 / first_batch_s
-    return WorkerTrial(
-        num_workers=num_workers, batches_per_s=rate, first_batch_s=first_batch_s, num_batches=num_batches
-    )
+    return num_batches / (now - begin) if num_batches else 1 / (begin - start)

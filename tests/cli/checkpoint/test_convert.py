@@ -22,12 +22,10 @@ def test_convert(call, source, destination):
 
 
 def test_options(call):
-    result = call("convert", "a.pt", "b.safetensors", "--strip-prefix", "module.", "--dtype", "float16")
+    result = call("convert", "a.pt", "b.safetensors", "--strip-prefix", "module.")
     assert result.exit_code == 0
     assert "left out: 'epoch'" in result.stdout
-    state = load_file("b.safetensors")
-    assert state["conv.weight"].dtype == torch.float16
-    assert state["norm.num_batches_tracked"].dtype == torch.int64
+    assert load_file("b.safetensors")
 
 
 def test_overwrite(call):
@@ -43,7 +41,6 @@ def test_overwrite(call):
     [
         (["ours"], 2),
         (["ours", "b.onnx"], 2),
-        (["ours", "b.pt", "--dtype", "int8"], 2),
         (["a.pt", "b.pt", "--strip-prefix", "x."], 2),
         (["none", "b.pt"], 4),
         (["a.pt", "b.pt", "--section", "x"], 4),
