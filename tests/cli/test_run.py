@@ -253,7 +253,6 @@ class TestInThisProcess:
             ["run", "--cpu", "--min-free", "1GiB", "SCRIPT"],
             ["run", "--min-free", "lots", "SCRIPT"],
             ["run", "--cpu", "--name", "H200", "SCRIPT"],
-            ["run", "--min-count", "0", "SCRIPT"],
             ["run", "--timeout", "3", "SCRIPT"],
             ["run", "--split", "3", "SCRIPT"],
             ["run", "--processes", "0", "SCRIPT"],
