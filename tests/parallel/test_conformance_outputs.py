@@ -474,6 +474,7 @@ class TestItemsPerRow:
     def test_rows_say_so(self):
         assert len(run(lambda x: Rows({"logits": torch.ones(2)} for _ in x), 4)) == 4
         assert run(lambda x: ["a"] * len(x), 4, 1) == ["a"] * 4
+        assert len(run(lambda x: [{"as long as rows": torch.ones(len(x))} for _ in x], 3)) == 3
         assert len(gather([detections(torch.arange(2.0)), detections(torch.arange(2.0, 4.0))], "cpu")) == 2
         with pytest.raises(GatherError, match=r"list of 2 .*list of 1 .*Return everygpu.Rows\(...\)"):
             run(lambda x: [torch.ones(int(i)) for i in x], 3)

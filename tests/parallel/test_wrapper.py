@@ -529,8 +529,9 @@ class TestLoss:
         torch.testing.assert_close(module.linear.weight.grad, expected)
 
     def test_rows_are_no_losses(self):
-        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
-            DataParallel(nn.Linear(4, 2), CPUS)(torch.ones(7, 4)).backward()
+        for num_rows, width in ((7, 2), (3, 1)):
+            with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+                DataParallel(nn.Linear(4, width), CPUS)(torch.ones(num_rows, 4)).backward()
         DataParallel(Scoring(torch.mean), CPUS)(torch.ones(1, 4)).backward()  # of one row there is one loss
 
 
