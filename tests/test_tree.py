@@ -196,28 +196,6 @@ def test_nothing_is_lost_in_nested_containers(value):
     assert tree.map_leaves(lambda leaf: leaf, value) == value
 
 
-@given(value=TREES, count=st.integers(0, 4))
-def test_fan_out_gives_each_copy_its_own_leaves(value, count):
-    copies = tree.fan_out(lambda leaf: [(i, leaf) for i in range(count)], value, count)
-    assert len(copies) == count
-    for i, copy in enumerate(copies):
-        pairs = tree.map_leaves(lambda leaf, i=i: Marked(i, leaf), value)
-        assert strip(copy) == strip(pairs)
-
-
-class Marked(tuple):
-    """Tells the pair that fan_out was given from a tuple of the tree."""
-
-    __slots__ = ()
-
-    def __new__(cls, *items):
-        return super().__new__(cls, items)
-
-
-def strip(value):
-    return [leaf for _, leaf in tree.leaves(value, "")]
-
-
 def test_paths_lead_through_every_level():
     value = {"boxes": [Point(1, Frozen([2]))]}
     paths = [path for path, _ in tree.leaves(value, "out")]

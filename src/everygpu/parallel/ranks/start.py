@@ -14,7 +14,12 @@ from everygpu.torch_private.tensors import foreach_copy_
 
 
 def start_alike(group: Group, module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0.
+    """Give every rank the parameters and buffers of rank 0."""
+    copy_from_first(group, check_alike(group, module))
+
+
+def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module of which every rank has one.
 
     Raises:
         RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
@@ -22,15 +27,11 @@ def start_alike(group: Group, module: nn.Module) -> None:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
     group.check_same("parameters and buffers of the model", rows)
-    copy_from_first(group, list(named.values()))
+    return list(named.values())
 
 
 def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
-    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own.
-
-    Raises:
-        DeviceError: on every rank; the message names the ranks.
-    """
+    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own."""
     mine = [str(torch.cuda.get_device_properties(d).uuid) for d in devices if d.type == "cuda"]
     if not group.uses_nccl or may_share_gpus():
         mine = []
