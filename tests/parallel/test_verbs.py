@@ -345,7 +345,7 @@ class TestForwardOverrides:
             def parallel_apply(self, replicas, device_ids, inputs, kwargs):
                 return super().parallel_apply(replicas, inputs, kwargs)
 
-        model, x = Balanced(0, Mlp().eval().to(used[0]), used), torch.randn(4, 3, device=used[0])
+        model, x = Balanced(0, Mlp().eval().to(used[0]), used, split=[1, 2, 1]), torch.randn(4, 3).to(used[0])
         out = model(x)
         assert [shard.device for shard in out.shards] == list(used[1:])
         torch.testing.assert_close(everygpu.gather(out), model.module(x))

@@ -208,19 +208,16 @@ class Setup:
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
     def draw(self, seed: int) -> Program:
-        """Return the program of a seed, as it is for this engine."""
         program = steady(draw_program(seed)) if self.records else draw_program(seed)
         return replace(program, counts_writes=False) if self.engine == "auto" else program
 
     def devices(self, num_replicas: int) -> list[torch.device]:
-        """Return one device per replica."""
         if self.device == "cpu":
             return [torch.device("cpu")] * num_replicas
         return [torch.device("cuda", i % torch.cuda.device_count()) for i in range(num_replicas)]
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Run programs within."""
         with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings():
             # cuDNN's, of weights that a program has moved apart: on one device, too.
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
