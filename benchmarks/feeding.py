@@ -23,7 +23,7 @@ import everygpu
 from everygpu import tree
 from everygpu.bench.report import describe_machine
 from everygpu.bench.training import count_rows, find_training, list_batches, repeat_rows, split_batch
-from everygpu.feed.batch_size import resize
+from everygpu.feed.tune import resize
 
 GOAL = 1.02
 PREFETCH = 2

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from everygpu.checkpoint.dcp import read_dcp
-from everygpu.checkpoint.foreign import read_foreign
+from everygpu.checkpoint.foreign import read_dcp, read_foreign
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 from tests.checkpoint.models import Net, same_state
 from tests.checkpoint.poison import Poison, must_not_run

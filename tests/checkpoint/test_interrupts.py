@@ -21,7 +21,7 @@ from everygpu import CheckpointManager
 from tests.faults.savers import Weights, version_of
 
 manager_module = import_module("everygpu.checkpoint.manager")
-NAMES = ("background", "manager", "snapshot")
+NAMES = ("background", "manager")
 
 INTERRUPTED = {threading.__file__, *(import_module(f"everygpu.checkpoint.{name}").__file__ for name in NAMES)}
 """Where the caller's thread is during a save, apart from code that changes nothing."""

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.save import Taken
-from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
+from everygpu.checkpoint.background import SnapshotMemory, Taken, copy_to
 
 on_each_kind = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

@@ -13,8 +13,8 @@ from torch import nn
 import everygpu
 from everygpu import DataParallel, Replicated, find_batch_size
 from everygpu.errors import DeviceError, OptionError, RankError, SplitError
-from everygpu.feed import batch_size
-from everygpu.feed.batch_size import PRECISION, resize
+from everygpu.feed import tune
+from everygpu.feed.tune import PRECISION, resize
 
 EXAMPLE = (torch.arange(6.0).reshape(3, 2), torch.arange(3))
 FOUR = (torch.arange(8.0).reshape(4, 2), torch.arange(4))
@@ -24,7 +24,7 @@ FOUR = (torch.arange(8.0).reshape(4, 2), torch.arange(4))
 def on_the_cpu(request, monkeypatch):
     """Search on CPU replicas, where the step itself says when memory runs out."""
     if request.node.name != "test_without_a_gpu_it_is_refused" and "gpu" not in request.keywords:
-        monkeypatch.setattr(batch_size, "require_gpus", lambda devices: [])
+        monkeypatch.setattr(tune, "require_gpus", lambda devices: [])
 
 
 class Training:
@@ -83,7 +83,7 @@ def test_without_a_gpu_it_is_refused():
 
 
 def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setattr(batch_size, "joined", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr(tune, "joined", lambda: SimpleNamespace(size=2))
     with pytest.raises(RankError, match="Search in a run of one process"):
         Training(9).search()
 

@@ -480,12 +480,12 @@ class TestPosition:
         assert place(feeder) == (0, 4)
 
     def test_an_interrupt_while_a_batch_is_made_ready(self, feeder, monkeypatch):
-        def interrupt(*step):
+        def interrupt(sent):
             raise KeyboardInterrupt
 
         feed = iter(feeder)
         next(feed)
-        monkeypatch.setattr(feed._waiting, "add", interrupt)
+        monkeypatch.setattr("everygpu.feed.one_pass.unpack_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert place(feeder) == (0, 1)

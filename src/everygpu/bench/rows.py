@@ -29,7 +29,7 @@ from everygpu.bench.training import (
     split_batch,
 )
 from everygpu.errors import BenchmarkError, EveryGPUError, OptionError
-from everygpu.feed.batch_size import resize
+from everygpu.feed.tune import resize
 
 NUM_WARM_UPS = 5
 """Steps with each batch that aren't timed: recordings are made at the fourth."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from everygpu import tree
 from everygpu.bench.workloads import MODELS
 from everygpu.errors import OptionError, SplitError
-from everygpu.feed.batch_size import resize
+from everygpu.feed.tune import resize
 from everygpu.parallel.scatter.row_count import find_rows
 
 

@@ -9,7 +9,7 @@ from warnings import warn
 
 from torch import Tensor
 
-from everygpu.checkpoint.directory import as_path, find_directory
+from everygpu.checkpoint.directory import as_path, find_directory, is_run_directory, list_saved
 from everygpu.checkpoint.foreign import read_foreign
 from everygpu.checkpoint.format import (
     DOCUMENT,
@@ -25,7 +25,6 @@ from everygpu.checkpoint.format import (
 from everygpu.checkpoint.modules import Fit, check_module
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.checkpoint.states import check_targets, detach, plan_parts
 from everygpu.checkpoint.values import decode
 from everygpu.errors import (

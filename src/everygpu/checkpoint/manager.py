@@ -10,13 +10,22 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background
-from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
+from everygpu.checkpoint.background import Background, SnapshotMemory, Taken, copy_to
+from everygpu.checkpoint.directory import (
+    Mode,
+    as_path,
+    best_first,
+    clear_run,
+    hold_lock,
+    list_saved,
+    must_be_writable,
+    remove_directory,
+    rotate,
+    step_path,
+)
 from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.run_directory import Mode, best_first, clear_run, list_saved, rotate, step_path
-from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
-from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
+from everygpu.checkpoint.save import one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.states import check_targets
 from everygpu.checkpoint.stop import stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError

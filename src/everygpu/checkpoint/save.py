@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from everygpu import errors
-from everygpu.checkpoint.background import Background
+from everygpu.checkpoint.background import Background, Taken
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, write_files
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import check_parts, encode_parts
-from everygpu.checkpoint.values import Json, encode
+from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
@@ -32,15 +31,6 @@ BEGIN_S = 600.0
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """The state of a run, taken apart into what goes into each file."""
-
-    document: dict[str, Json] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Tensor]]
-    """By `MODEL` and `TRAINING`, and by name: the run's own tensors, not copies."""
 
 
 def save(

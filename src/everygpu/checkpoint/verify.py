@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from everygpu.checkpoint.directory import find_directory
+from everygpu.checkpoint.directory import find_directory, is_run_directory, list_saved
 from everygpu.checkpoint.foreign import find_archive_fault, list_files, read_foreign
 from everygpu.checkpoint.format import FORMAT, find_altered, is_claimed, read_document
 from everygpu.checkpoint.load import read_native
-from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.errors import CheckpointError
 
 Advance = Callable[[int], object]

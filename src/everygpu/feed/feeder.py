@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError
-from everygpu.feed.one_pass import Feed, FeedReport, Waiting
+from everygpu.feed.one_pass import Feed, FeedReport
 from everygpu.feed.order import Order
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
@@ -84,7 +85,7 @@ class Feeder:
         self._order = Order(loader, seed, sharded)
         self._route = find_route(model_or_devices)
         self._prefetch, self._timeout = prefetch, timeout
-        self._waiting = Waiting(warns=prefetch > 0)  # without a thread, every batch is waited for
+        self._report = FeedReport()
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
@@ -98,7 +99,7 @@ class Feeder:
         """
         if getattr(self._order.iterated, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
-        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._waiting)
+        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._report)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -139,7 +140,7 @@ class Feeder:
 
     def report(self) -> FeedReport:
         """Return how long the steps took so far, and how much of that was waiting for data."""
-        return self._waiting.all
+        return replace(self._report)
 
     def close(self) -> None:
         """End the pass that is on, its thread and its workers, persistent ones too."""

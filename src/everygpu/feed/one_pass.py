@@ -31,7 +31,7 @@ _POLL_S = 0.1
 """How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
-WINDOW_STEPS, LIMIT_PCT = 100, 10.0
+WARN_AFTER_STEPS, LIMIT_PCT = 100, 10.0
 """Waiting for more than this share of so many steps is worth a line in the log."""
 
 logger = logging.getLogger("everygpu")
@@ -41,47 +41,32 @@ class Stopped(Exception):  # noqa: N818 - no error: the loop was left
     """Ends a thread that loads batches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class FeedReport:
-    """Means over the steps of a Feeder, on the host's clock."""
+    """How long the steps of a Feeder took, on the host's clock."""
 
     num_steps: int = 0
     """Steps that were measured: the first batch of each pass, for which workers start, is not."""
     step_s: float = 0.0
-    """From one batch to the next."""
+    """From one batch to the next, in the mean."""
     wait_s: float = 0.0
     """The part of a step in which the loop waited for data."""
-    load_s: float = 0.0
-    """Seconds the loader needs for a batch, beside the loop's work."""
 
     @property
     def wait_pct(self) -> float:
         """Share of the time in which the loop waited: 0 to 100; 0 before the first step."""
         return 100 * self.wait_s / self.step_s if self.step_s else 0.0
 
-    def plus(self, *times_s: float) -> "FeedReport":
-        """Return the means with one more step."""
-        num, before = self.num_steps, (self.step_s, self.wait_s, self.load_s)
-        step_s, wait_s, load_s = ((mean * num + time_s) / (num + 1) for mean, time_s in zip(before, times_s))
-        return FeedReport(num_steps=num + 1, step_s=step_s, wait_s=wait_s, load_s=load_s)
-
-
-class Waiting:
-    """Measures the steps of all passes, and warns once when data is what the devices wait for."""
-
-    def __init__(self, warns: bool) -> None:
-        self.all, self._recent, self.warns = FeedReport(), FeedReport(), warns
-
-    def add(self, *times_s: float) -> None:
-        """Count a step: its whole time, the part that was waited for data, and the loader's time for its batch."""
-        self.all, recent = self.all.plus(*times_s), self._recent.plus(*times_s)
-        self._recent = recent if recent.num_steps < WINDOW_STEPS else FeedReport()
-        if recent.num_steps == WINDOW_STEPS and self.warns and recent.wait_pct > LIMIT_PCT:
-            self.warns = False
+    def add(self, step_s: float, wait_s: float, warns: bool) -> None:
+        """Count a step; warn once, of its first steps, when data is what the devices wait for."""
+        self.num_steps += 1
+        self.step_s += (step_s - self.step_s) / self.num_steps
+        self.wait_s += (wait_s - self.wait_s) / self.num_steps
+        if warns and self.num_steps == WARN_AFTER_STEPS and self.wait_pct > LIMIT_PCT:
             logger.warning(
-                "Feeder: waited for data during %.0f%% of the last %d steps (%.1f of %.1f ms a step; a batch takes the "
-                "loader %.1f ms). everygpu.tune_workers(loader) measures which num_workers is best.",
-                *(recent.wait_pct, recent.num_steps, 1e3 * recent.wait_s, 1e3 * recent.step_s, 1e3 * recent.load_s),
+                "Feeder: waited for data during %.0f%% of the first %d steps (%.1f of %.1f ms a step). "
+                "everygpu.tune_workers(loader) measures which num_workers is best.",
+                *(self.wait_pct, self.num_steps, 1e3 * self.wait_s, 1e3 * self.step_s),
             )
 
 
@@ -89,10 +74,10 @@ class Feed:
     """One pass over a loader; made by ``iter(feeder)``."""
 
     def __init__(
-        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, waiting: Waiting
+        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
     ) -> None:
         iterator, self._position, dealing = order.begin()
-        self._route, self._timeout_s, self._waiting = route, timeout_s, waiting
+        self._route, self._timeout_s, self._report = route, timeout_s, report
         self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
@@ -118,11 +103,10 @@ class Feed:
             raise StopIteration
         asked_at = time.perf_counter()
         try:
-            sent, load_s = self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep)
-            batch = unpack_batch(sent)
+            batch = unpack_batch(self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep))
             now, before = time.perf_counter(), self._handed_over_at
             if before is not None:
-                self._waiting.add(now - before, now - asked_at, load_s)
+                self._report.add(now - before, now - asked_at, warns=self._ahead.thread is not None)
             self._handed_over_at = now
         except BaseException as error:
             if isinstance(error, StopIteration):
@@ -145,16 +129,16 @@ class Feed:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _take(self) -> tuple[SentBatch, float]:
+    def _take(self) -> SentBatch:
         found = self._ahead.prepare() if self._ahead.thread is None else self._ahead.wait(self._timeout_s)
-        if isinstance(found, tuple):
+        if isinstance(found, SentBatch):
             return found
         try:
             raise found
         finally:
             del found  # its traceback holds all that its frames refer to
 
-    def _take_in_lockstep(self, lockstep: Lockstep) -> tuple[SentBatch, float]:
+    def _take_in_lockstep(self, lockstep: Lockstep) -> SentBatch:
         """Take the next batch; after the loader's end one without rows, while other ranks go on."""
         prepared = None
         if not self._has_ended:
@@ -164,7 +148,7 @@ class Feed:
                 self._has_ended = True
         if not lockstep.goes_on(prepared is not None):
             raise StopIteration
-        return prepared or (send_batch(lockstep.empty_batch(), self._route), 0.0)
+        return prepared or send_batch(lockstep.empty_batch(), self._route)
 
 
 class _Ahead:
@@ -181,24 +165,22 @@ class _Ahead:
         if isinstance(iterator, LoaderIterator) and hasattr(iterator, "_workers"):
             self._workers = list(iterator._workers)
             _watch(iterator, self.stop)
-        self._ready: queue.SimpleQueue[tuple[SentBatch, float] | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[SentBatch | BaseException] = queue.SimpleQueue()
         """Batches in order; then what the loader ended with, a StopIteration or an error."""
         self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
         self.thread: threading.Thread | None = None
         if prefetch:  # a daemon, in case the loader's next() never returns
             self.thread = threading.Thread(target=self._run, name="everygpu-feeder", daemon=True)
 
-    def prepare(self) -> tuple[SentBatch, float]:
-        """Load a batch and send it; return it with the seconds that the loader took."""
-        start = time.perf_counter()
+    def prepare(self) -> SentBatch:
+        """Load a batch and send it."""
         with DRAW_GATE.drawing():
             batch = self._fetch()
         if self._dealing is not None:
             batch = self._dealing.take(batch, self._route.dim)
-        load_s = time.perf_counter() - start
-        return send_batch(batch, self._route), load_s
+        return send_batch(batch, self._route)
 
-    def wait(self, timeout_s: float | None) -> tuple[SentBatch, float] | BaseException:
+    def wait(self, timeout_s: float | None) -> SentBatch | BaseException:
         """Take what the thread has ready."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:

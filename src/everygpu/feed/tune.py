@@ -1,18 +1,248 @@
-"""Measure how many worker processes load data fastest, on the user's own DataLoader."""
+"""The largest batch that fits, and the number of workers that load fastest: measured on the user's own program."""
 
 import copy
+import gc
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
-from everygpu.errors import OptionError
-from everygpu.feed.feeder import Feeder, Target
+from everygpu.errors import DeviceError, OptionError, RankError
+from everygpu.feed.feeder import Feeder, Target, data_parallel_in, find_route
+from everygpu.feed.one_pass import WARN_AFTER_STEPS
+from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
+from everygpu.parallel.scatter.row_count import find_rows
+from everygpu.ranks.group import joined
+
+STEPS_PER_TRIAL = 2
+"""The first step makes the optimizer's state, the second has it beside its activations."""
+PRECISION = 0.05
+"""The search stops when the largest size that fits and the smallest that doesn't are this close."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeReport:
+    """What ``find_batch_size`` found."""
+
+    num_rows: int
+    """The largest batch that fits, for all devices together."""
+    trials: tuple[tuple[int, bool], ...]
+    """The sizes that were tried, and whether they fit."""
+
+
+def find_batch_size(
+    step: Callable[[Any], object],
+    batch: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    max_rows: int = 2**16,
+    headroom_pct: float = 5.0,
+) -> BatchSizeReport:
+    """Find the largest batch that a training step has memory for, on every GPU.
+
+    The step runs on batches made by repeating the rows of ``batch``: from its own size on, sizes are doubled until
+    one doesn't fit, then bisected. Afterwards the model, the optimizer and all random generators are as they were,
+    and the memory is returned::
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+        if torch.cuda.is_available():
+            report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
+            loader = DataLoader(dataset, batch_size=report.num_rows)
+
+    Args:
+        step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
+            stays changed, and what it saves is saved.
+        batch: An example, as the loader gives it: tensors of shape (..., rows, ...), 1 row or more, in any
+            nesting of containers.
+        model: A ``DataParallel``, or a module on one device; on GPUs.
+        optimizer: Of the step.
+        max_rows: The largest size to try.
+        headroom_pct: Share of each GPU's memory that stays free: 0 to less than 100.
+    Returns:
+        The size, and what was tried.
+    Raises:
+        OptionError: an option has no such value, or ``batch`` has no rows.
+        DeviceError: ``model`` is on no GPU: a host that runs out of memory ends programs instead of raising.
+        RankError: several ranks train. Search in a process of its own, and multiply by the ranks.
+        torch.OutOfMemoryError: not even a row for each device fits.
+        Exception: what the step raises.
+    Source:
+        ``torch.cuda.set_per_process_memory_fraction`` keeps the headroom free; ``torch.OutOfMemoryError`` ends a trial.
+    """
+    if (group := joined()) is not None and group.size > 1:
+        raise RankError(
+            "find_batch_size: Several ranks can't search, as each would run out of memory at another step. Search in a "
+            "run of one process, and multiply what it finds by the ranks."
+        )
+    route = find_route(model)
+    count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
+    if type(max_rows) is not int or max_rows < 1:
+        raise OptionError(f"find_batch_size: max_rows is a whole number from 1, got {max_rows!r}.")
+    if not 0 <= headroom_pct < 100:
+        raise OptionError(f"find_batch_size: headroom_pct is from 0 to below 100, got {headroom_pct!r}.")
+    num_rows = find_rows([("batch", batch)], route.dim, count)
+    if not num_rows:
+        raise OptionError("find_batch_size: The batch has no tensor with rows. Pass one batch of the loader.")
+    trials: list[tuple[int, bool]] = []
+
+    def fits(size: int) -> bool:
+        is_fit = _attempt(step, resize(batch, size, route.dim, count), gpus)
+        trials.append((size, is_fit))
+        if wrapper is not None:
+            wrapper.release()  # of each size, compiled replicas keep memory
+        _return_memory(gpus)
+        return is_fit
+
+    lowest = min(count, max_rows)
+    start = min(max(num_rows, lowest), max_rows)
+    with _limited_memory(gpus, headroom_pct), _restored(model, optimizer):
+        found = _find_size(fits, start, lowest, max_rows, grain=count)
+    if found == 0:
+        raise torch.OutOfMemoryError(
+            f"find_batch_size: not even {lowest} rows fit. Use lower precision, or activation checkpointing."
+        )
+    return BatchSizeReport(num_rows=found, trials=tuple(trials))
+
+
+def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Return the GPUs among the devices of a model, each once."""
+    gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
+    if not gpus:
+        raise DeviceError(
+            "find_batch_size: the model is on no GPU. A host that runs out of memory ends programs instead of raising: "
+            "choose the size for the CPU yourself."
+        )
+    return gpus
+
+
+def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
+    """Make a batch of another size by repeating the rows that its tensors have along a dimension."""
+    num_own = find_rows([("batch", batch)], dim, num_devices)
+
+    def repeat(leaf: Any) -> Any:
+        kind = batch_type(leaf)
+        if kind is not None:
+            rows = split_batch(leaf, kind, [1] * (num_own or 0))
+            return kind.join([rows[i % len(rows)] for i in range(num_rows)])
+        if not tree.has_dims(leaf) or leaf.shape[dim] != num_own:
+            return leaf
+        if not isinstance(leaf, Tensor):
+            return leaf.take(range(num_rows), axis=dim, mode="wrap")
+        positions = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
+        # Indexing keeps channels_last, index_select doesn't.
+        before: list[Any] = [slice(None)] * (dim % leaf.ndim)
+        return leaf[(*before, positions)].requires_grad_(leaf.requires_grad)
+
+    with torch.no_grad():
+        return tree.map_leaves(repeat, batch, open_batch)
+
+
+def _find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int:
+    """Double or halve until a smaller size fits and a larger doesn't, then bisect in multiples of the grain; or 0."""
+    low, high, size = 0, highest + 1, start
+    while low < size < high:
+        if fits(size):
+            low = size
+        else:
+            high = size
+        if not low:
+            size = max(high // 2, lowest)
+        elif high > highest:
+            size = min(2 * low, highest)
+        elif high - low <= max(1, PRECISION * low):
+            break
+        else:
+            middle = (low + high) // 2
+            rounded = middle // grain * grain
+            size = rounded if rounded > low else middle if low < grain else low
+    return low
+
+
+@contextmanager
+def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
+
+    Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The model's tensors stay the same
+    objects; buffers that a step has replaced are the old ones again.
+    """
+    grads = [(p, p.grad) for p in model.parameters()]
+    tensors = [*model.parameters(), *model.buffers(), *(grad for _, grad in grads if grad is not None)]
+    values = [(t, _on_host(t)) for t in tensors]
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    state = None if optimizer is None else tree.map_leaves(_on_host, optimizer.state_dict())
+    with rng_states_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, grad in grads:
+                    p.grad = grad
+                for t, value in values:
+                    t.copy_(value)
+            for module, is_training, buffers in modules:
+                module.training = is_training
+                module._buffers.update(buffers)
+            if optimizer is not None and state is not None:
+                getattr(optimizer, "module", optimizer).state.clear()  # room for the old one
+                optimizer.load_state_dict(state)
+
+
+def _attempt(step: Callable[[Any], object], batch: Any, gpus: Sequence[torch.device]) -> bool:
+    """Run a few steps; tell whether memory sufficed."""
+    try:
+        for _ in range(STEPS_PER_TRIAL):
+            step(batch)
+            # Before memory runs out nothing may be under way: what torch then frees, another GPU could be writing.
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@contextmanager
+def _limited_memory(gpus: Sequence[torch.device], headroom_pct: float) -> Iterator[None]:
+    """Let torch take only so much of each GPU that the headroom stays free of it."""
+    _return_memory(gpus)
+    before = [torch.cuda.get_per_process_memory_fraction(gpu) for gpu in gpus]
+    try:
+        for gpu, fraction in zip(gpus, before):
+            free, total = torch.cuda.mem_get_info(gpu)
+            most = (free + torch.cuda.memory_reserved(gpu)) / total - headroom_pct / 100
+            torch.cuda.set_per_process_memory_fraction(min(fraction, max(0.0, most)), gpu)
+        yield
+    finally:
+        for gpu, fraction in zip(gpus, before):
+            torch.cuda.set_per_process_memory_fraction(fraction, gpu)
+        _return_memory(gpus)
+
+
+def _return_memory(gpus: Sequence[torch.device]) -> None:
+    """Return unreferenced memory of the caching allocator to the GPUs."""
+    gc.collect()
+    for gpu in gpus:
+        with torch.cuda.device(gpu):
+            torch.cuda.empty_cache()
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
 
 GAIN = 0.05
 """More workers are worth their memory when they are faster by this part."""
@@ -101,7 +331,7 @@ def _measure(loader: DataLoader[Any], target: Target, seconds: float) -> float:
     """Return the batches a second."""
     feeder = Feeder(loader, target, seed=0)
     feeder._order.is_alone = True  # ranks measure for different numbers of batches
-    feeder._waiting.warns = False  # there is nothing else to do than to wait
+    feeder._report.num_steps = WARN_AFTER_STEPS  # there is nothing else to do than to wait
     start = time.perf_counter()
     with iter(feeder) as feed:
         if next(feed, feed) is feed:
