@@ -82,7 +82,7 @@ test-core:  ## run the core tests: PYTHON=python3.13 TORCH=2.15.0
 	$(CORE)/bin/python -m pip install --quiet -c $(CORE)/constraints.txt . \
 		expecttest hypothesis numpy pytest pytest-timeout pytest-xdist
 	OMP_NUM_THREADS=1 $(CORE)/bin/python -m pytest tests/test_api.py tests/test_tree.py tests/test_network.py \
-		tests/test_torch_private*.py tests/parallel/test_gather.py tests/step/test_train_step.py tests/checkpoint/test_save.py
+		tests/test_torch_private*.py tests/parallel/test_conformance_outputs.py tests/step/test_train_step.py tests/checkpoint/test_save.py
 
 $(DOCS)/.installed: website/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(DOCS)

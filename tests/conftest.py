@@ -188,6 +188,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.stash[HAS_FAILED]:
         return  # its traceback holds what it has made
+    request.node.funcargs.clear()  # models that fixtures have made
     assert not _wait_for_threads(threads), "the test left threads behind"
     changed = {k for k in set(environment) | set(os.environ) if environment.get(k) != os.environ.get(k)}
     # torch sets the others when an optimizer first makes it import its compiler, and when that generates code.

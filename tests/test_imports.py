@@ -76,23 +76,18 @@ def part_of(name):
     return [*name.split("."), ""][1]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_down(name):
-    if name == "everygpu":
-        return  # it names what is public, everywhere
-    part = part_of(name)
-    for other in imports_of(name):
-        below = part_of(other)
-        assert below == part or HEIGHT[below] < HEIGHT[part], f"{name} imports {other}"
+def test_imports_point_down():
+    assert {part_of(name) for name in FILES} <= set(HEIGHT), "every file has its layer"
+    for name in FILES.keys() - {"everygpu"}:  # which names what is public, everywhere
+        part = part_of(name)
+        for other in imports_of(name):
+            below = part_of(other)
+            assert below == part or HEIGHT[below] < HEIGHT[part], f"{name} imports {other}"
 
 
 def test_no_two_modules_import_each_other():
     graph = {name: imports_of(name, with_types=False) - {name} for name in FILES}
     graphlib.TopologicalSorter(graph).prepare()
-
-
-def test_every_file_has_its_layer():
-    assert {part_of(name) for name in FILES} <= set(HEIGHT)
 
 
 # Imported where its kernels run: torch for GPUs brings Triton, torch for the CPU doesn't.
@@ -158,12 +153,12 @@ def test_importing_any_module_asks_no_device_and_changes_nothing():
     assert run_python(LOOK_ON.replace("{modules!r}", repr(modules))) == "nothing happened\n"
 
 
-@pytest.mark.parametrize("name", everygpu.__all__)
-def test_public_name_resolves_and_is_documented(name):
-    value = getattr(everygpu, name)
-    assert inspect.getdoc(value)
-    assert value.__module__.startswith("everygpu.")
-    assert name in dir(everygpu)
+def test_public_names_resolve_and_are_documented():
+    for name in everygpu.__all__:
+        value = getattr(everygpu, name)
+        assert inspect.getdoc(value)
+        assert value.__module__.startswith("everygpu.")
+        assert name in dir(everygpu)
 
 
 def test_unknown_name_is_an_attribute_error():
@@ -175,18 +170,12 @@ FORBIDDEN = {"scatter", "scatter_kwargs", "scatter_gather", "replicate", "parall
              "data_parallel", "get_a_var", "_functions"}  # fmt: skip
 
 
-def dotted_names(source):
-    for node in ast.walk(tree_of(source)):
-        yield from imported_names(node)
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_source_names_none_of_torchs_own_data_parallelism(name):
-    for dotted in dotted_names(FILES[name].read_text()):
-        inside, _, what = dotted.partition("nn.parallel.")
-        assert not (what and what.split(".")[0] in FORBIDDEN), f"{name} names {inside}nn.parallel.{what}"
+def test_source_names_none_of_torchs_own_data_parallelism():
+    for name in FILES:
+        for node in ast.walk(tree_of(FILES[name].read_text())):
+            dotted = [*imported_names(node), *([ast.unparse(node)] if isinstance(node, ast.Attribute) else [])]
+            for _, found, what in (text.partition("nn.parallel.") for text in dotted):
+                assert not found or what.split(".")[0] not in FORBIDDEN, f"{name} names nn.parallel.{what}"
 
 
 def test_training_calls_none_of_torchs_own_data_parallelism(monkeypatch):

@@ -23,20 +23,16 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize(("unit", "factor"), UNITS.items())
-@pytest.mark.parametrize("write", ["{}{}", "{} {}", "  {}  {} "])
-@pytest.mark.parametrize("change_case", [str, str.lower, str.upper])
-def test_every_unit_in_every_spelling(unit, factor, write, change_case):
-    assert parse_size(change_case(write.format(3, unit))) == 3 * factor
-
-
-@given(size=st.integers(0, 2**70))
-def test_int_is_bytes(size):
-    assert parse_size(size) == size
+def test_every_unit_in_every_spelling():
+    for unit, factor in UNITS.items():
+        for write in ("{}{}", "{} {}", "  {}  {} "):
+            for change_case in (str, str.lower, str.upper):
+                assert parse_size(change_case(write.format(3, unit))) == 3 * factor
 
 
 @given(whole=st.integers(0, 999), thousandths=st.integers(0, 999))
-def test_fraction_of_a_unit_is_exact(whole, thousandths):
+def test_int_is_bytes_and_a_fraction_of_a_unit_is_exact(whole, thousandths):
+    assert parse_size(whole * 2**60) == whole * 2**60
     assert parse_size(f"{whole}.{thousandths:03d} kB") == whole * 1000 + thousandths
 
 
@@ -46,23 +42,13 @@ def test_part_of_a_byte_is_dropped():
 
 
 @pytest.mark.parametrize(
-    "size", ["", "GiB", "8 GiBs", "-1 GB", "1,5 GB", "1e9", "8 G iB", ".5 GB", "5. GB", "8 PB", "∞"]
+    "size",
+    ["", "GiB", "8 GiBs", "-1 GB", "1,5 GB", "1e9", "8 G iB", ".5 GB", "5. GB", "8 PB", "∞", -1, 8e9, None, b"8"],
 )
-def test_text_that_is_no_size(size):
-    with pytest.raises(OptionError, match="looks like '8GiB' or '500 MB', got") as caught:
+def test_what_is_no_size(size):
+    with pytest.raises(OptionError, match="got") as caught:
         parse_size(size)
     assert repr(size) in str(caught.value)
-
-
-def test_negative_number():
-    with pytest.raises(OptionError, match="must not be negative, got -1"):
-        parse_size(-1)
-
-
-@pytest.mark.parametrize("size", [8e9, None, b"8GiB"])
-def test_value_of_another_type(size):
-    with pytest.raises(OptionError, match="got"):
-        parse_size(size)
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,9 @@ def test_is_a_child_that_has_imported_torch_and_gets_signals_and_files():
 
 
 def test_options_of_the_interpreter_start_a_python(warm_server):
+    command = [sys.executable, "-S", "-c", "import sys; print('torch' in sys.modules)"]
     with warm_server.serving():
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", "import sys; print('torch' in sys.modules)"], capture_output=True
-        )
-    assert done.stdout == b"False\n"
+        assert subprocess.run(command, capture_output=True).stdout == b"False\n"
 
 
 @pytest.mark.usefixtures("warm_python")

@@ -17,8 +17,8 @@ import sys
 import threading
 import types
 
-# What torch imports late: at its first optimizer, and at the first call of a tensor with its own __torch_function__.
-
+# At torch's first optimizer, and at the first call of a tensor with its own __torch_function__.
+IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.utils.data")
 BASE_PATH = sys.path[1:]  # without the folder of this file
 LARGEST_REQUEST = 1 << 18
 
@@ -66,7 +66,8 @@ def import_tested(folder):
     """Import the package, from the folder that the tests have it from, and what they use themselves."""
     sys.path[:] = [folder, *BASE_PATH]
     everygpu = importlib.import_module("everygpu")
-    for name in ("pytest", "everygpu.cli", *(getattr(everygpu, name).__module__ for name in everygpu.__all__)):
+    public = {getattr(everygpu, name).__module__ for name in everygpu.__all__}
+    for name in (*IMPORTED_LATE, "pytest", "everygpu.cli", *public):
         importlib.import_module(name)
 
 

@@ -80,17 +80,6 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, open_node: Opener = op
     return opened.rebuild([map_leaves(function, child, open_node) for child in opened.children])
 
 
-def fan_out(
-    function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int, open_node: Opener = open_container
-) -> list[Any]:
-    """Build ``num_copies`` trees at once, from a function that gives as many values for each leaf."""
-    opened = open_node(tree)
-    if opened is None:
-        return list(function(tree))
-    columns = [fan_out(function, child, num_copies, open_node) for child in opened.children]
-    return [opened.rebuild([column[i] for column in columns]) for i in range(num_copies)]
-
-
 def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:
     """Find a tensor or array with dimensions within an object, which need not be a container.
 

@@ -27,6 +27,17 @@ class Mlp(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Returning(nn.Module):
+    """Returns what a function makes of a replica's inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
 def rows(num_rows: int, *features: int, device: torch.device, seed: int = 1) -> Tensor:
     """Make the same random batch every time, on one device."""
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +55,7 @@ def pair(
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(make().to(devices[0], torch.float64))
+        made.append(make().double().to(devices[0]))  # double leaves complex numbers alone
     return everygpu.DataParallel(made[0], devices, **options), made[1]
 
 
@@ -74,36 +85,42 @@ def run(model: nn.Module, *args: Any, **kwargs: Any) -> Run:
     own_args, own_kwargs = tree_map(_fresh, (args, kwargs))
     output = model(*own_args, **own_kwargs)
     score(output).backward()
-    module = model.module if isinstance(model, everygpu.DataParallel) else model
     return Run(
         output=output,
-        param_grads={name: _dense(p.grad) for name, p in module.named_parameters()},
+        param_grads=grads(model),
         input_grads=[t.grad for t in tree_leaves((own_args, own_kwargs)) if isinstance(t, Tensor) and t.is_leaf],
-        buffers={name: copy.deepcopy(b) for name, b in module.named_buffers()},
+        buffers={name: copy.deepcopy(b) for name, b in model.named_buffers()},
     )
 
 
 def assert_same(model: everygpu.DataParallel, bare: nn.Module, *args: Any, **kwargs: Any) -> Run:
-    """Run both and compare outputs, gradients of parameters and inputs, and buffers."""
+    """Run both on fresh gradients; compare outputs, gradients of parameters and inputs, and buffers."""
+    forget(model, bare)
     ours, theirs = run(model, *args, **kwargs), run(bare, *args, **kwargs)
     torch.testing.assert_close(ours.output, theirs.output, **TOLERANCE)
     assert any(g is not None for g in theirs.param_grads.values()) or not theirs.param_grads, "nothing to compare"
-    torch.testing.assert_close(ours.param_grads, theirs.param_grads, **TOLERANCE, check_layout=True)
+    torch.testing.assert_close(ours.param_grads, theirs.param_grads, **TOLERANCE)
     torch.testing.assert_close(ours.input_grads, theirs.input_grads, **TOLERANCE)
     torch.testing.assert_close(ours.buffers, theirs.buffers, **TOLERANCE)
     return ours
 
 
+def forget(*modules: nn.Module) -> None:
+    """Forget gradients."""
+    for module in modules:
+        module.zero_grad()
+
+
 def grads(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the gradients by name."""
-    return {name: p.grad for name, p in module.named_parameters()}
+    return {name: _dense(p.grad) for name, p in module.named_parameters()}
 
 
-def assert_same_grads(model: everygpu.DataParallel, bare: nn.Module) -> None:
+def assert_same_grads(model: nn.Module, bare: nn.Module) -> None:
     """Compare gradients that are there already."""
     theirs = grads(bare)
     assert any(g is not None for g in theirs.values()), "nothing to compare"
-    torch.testing.assert_close(grads(model.module), theirs, **TOLERANCE)
+    torch.testing.assert_close(grads(model), theirs, **TOLERANCE)
 
 
 def _fresh(x: Any) -> Any:

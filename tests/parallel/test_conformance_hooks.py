@@ -37,79 +37,51 @@ class Hooked(nn.Module):
         return output * self.gain
 
     def forward(self, x):
-        out = self.lin(x)
-        return out + self.kept["input"].sum(1, keepdim=True)
+        return self.lin(x) + self.kept["input"].sum(1, keepdim=True)
 
 
-def test_hooks_that_are_methods_belong_to_their_replica(devices):
-    devs = devices(3)
-    model, bare = pair(Hooked, devs)
+class Tapping(Mlp):
+    """Registers a hook inside forward."""
+
+    def forward(self, x):
+        taps = []
+        handle = self.first.register_forward_hook(lambda m, args, out: taps.append(out))
+        out = super().forward(x)
+        handle.remove()
+        assert len(taps) == 1
+        return out, taps[0]
+
+
+@pytest.mark.parametrize("make", [Hooked, Tapping])
+def test_hooks_of_a_model_belong_to_their_replica(devs, make):
+    model, bare = pair(make, devs)
     for step in range(3):
         assert_same(model, bare, rows(7, 3, device=devs[0], seed=step).requires_grad_())
+    assert make is Hooked or not model.module.first._forward_hooks
 
 
-def test_hooks_are_called_once_per_replica(devices):
-    devs = devices(3)
-    model, bare = pair(Mlp, devs)
-    before, after = [], []
-    see_before, see_after = before.append, after.append
+def test_hooks_are_called_once_per_replica(model, bare, x):
+    before, after, everywhere, features = [], [], [], []
     handles = [
-        model.module.first.register_forward_pre_hook(lambda m, args: see_before(m)),
-        model.module.first.register_forward_hook(lambda m, args, out: see_after(m)),
+        model.module.first.register_forward_pre_hook(lambda m, args: before.append(m)),
+        model.module.first.register_forward_hook(lambda m, args, out: after.append(m) or features.append(out.detach())),
         model.module.register_forward_hook(lambda m, args, out: out * 2),
+        nn.modules.module.register_module_forward_hook(lambda m, args, out: everywhere.append(m)),
     ]
-    x = rows(7, 3, device=devs[0])
-    torch.testing.assert_close(model(x), bare(x) * 2)
-    for seen in (before, after):
-        assert len(seen) == len({id(m) for m in seen}) == len(devs)
-    for handle in handles:
-        handle.remove()
-    torch.testing.assert_close(model(x), bare(x))
-    assert len(before) == len(after) == len(devs), "a removed hook is gone in all replicas"
-
-
-def test_hooks_write_into_what_they_close_over(devices):
-    devs = devices(3)
-    model, bare = pair(Mlp, devs)
-    features, by_size = [], {}
-
-    def record(module, args, out):
-        features.append(out.detach())
-        by_size.setdefault("rows", []).append((len(out), module))
-
-    for m in (model.module, bare):
-        m.first.register_forward_hook(record)
-    x = rows(7, 3, device=devs[0])
-    for step in range(1, 3):
-        model(x)
-        assert len(features) == len(by_size["rows"]) == step * len(devs)
-    parts = sorted((f.to(devs[0]) for f in features[-len(devs) :]), key=lambda f: -len(f))
-    assert sum(map(len, parts)) == len(bare.first(x)) == 7
-
-
-def test_hooks_registered_inside_forward_stay_in_their_replica(devices):
-    devs = devices(3)
-
-    class Tapping(Mlp):
-        def forward(self, x):
-            taps = []
-            handle = self.first.register_forward_hook(lambda m, args, out: taps.append(out))
-            out = super().forward(x)
+    try:
+        torch.testing.assert_close(model(x), bare(x) * 2)
+    finally:
+        for handle in handles:
             handle.remove()
-            return out, len(taps), taps[0]
-
-    model, bare = pair(Tapping, devs)
-    for step in range(3):
-        x = rows(7, 3, device=devs[0], seed=step)
-        out, expected = model(x), bare(x)
-        torch.testing.assert_close(out, expected)
-        assert out[1] == 1
-    assert not model.module.first._forward_hooks
+    for seen in (before, after):
+        assert len(seen) == len({id(m) for m in seen}) == 3
+    assert len([m for m in everywhere if type(m) is nn.Linear]) == 3 * 2 + 2
+    assert sorted(map(len, features)) == [1, 3, 3]
+    torch.testing.assert_close(model(x), bare(x))
+    assert len(before) == len(after) == 3, "a removed hook is gone in all replicas"
 
 
-def test_user_dicts_are_copied(devices):
-    devs = devices(3)
-
+def test_user_dicts_are_copied(devs):
     class Caching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,51 +101,58 @@ def test_user_dicts_are_copied(devices):
     assert len(model.cache["deep"]["list"]) == 3
 
 
-def test_full_backward_hooks(devices):
-    devs = devices(3)
-    model, bare = pair(Mlp, devs)
+def test_full_backward_hooks(model, bare, x):
     seen = []
-    see = seen.append
 
     def double(module, grad_input, grad_output):
-        see((id(module), grad_output[0].shape[0]))
+        seen.append((id(module), grad_output[0].shape[0]))
         return tuple(None if g is None else g * 2 for g in grad_input)
 
     for m in (model.module, bare):
         m.second.register_full_backward_hook(double)
         m.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 3,))
         m.register_full_backward_hook(double)
-    x = rows(7, 3, device=devs[0]).requires_grad_()
-    assert_same(model, bare, x)
+    assert_same(model, bare, x.requires_grad_())
     ours = [entry for entry in seen if entry[0] not in (id(bare), id(bare.second))]
-    assert len(ours) == 2 * len(devs)
-    assert len(set(ours)) == 2 * len(devs), "each on its own replica"
+    assert len(ours) == len(set(ours)) == 2 * 3, "each on its own replica"
     assert sum(size for _, size in ours) == 2 * 7
 
 
-def test_hooks_on_parameters_see_the_whole_gradient_once(devices):
-    devs = devices(3)
-    model, bare = pair(Mlp, devs)
+class Checkpointed(Mlp):
+    def __init__(self, use_reentrant) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize(
+    ("make", "calls"),
+    [(Mlp, 1), (lambda: Checkpointed(False), 1), (lambda: Checkpointed(True), 3)],
+    ids=["plain", "checkpoint", "reentrant"],
+)
+def test_hooks_on_parameters_see_the_whole_gradient_once(devs, x, make, calls):
+    """A reentrant checkpoint runs a backward of its own for each replica; the others have one for all."""
+    model, bare = pair(make, devs)
     seen, accumulated = [], []
-    for m in (model.module, bare):
-        m.first.weight.register_hook(lambda g: seen.append(g.clone()) or g * 2)
-        m.first.weight.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
-    assert_same(model, bare, rows(7, 3, device=devs[0]))
-    assert len(seen) == len(accumulated) == 2
-    torch.testing.assert_close(*seen)
-    torch.testing.assert_close(*accumulated)
+    model.module.second.weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+    bare.second.weight.register_hook(lambda grad: grad * 2)
+    model.module.second.weight.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
+    assert_same(model, bare, x)
+    assert len(seen) == len(accumulated) == calls
+    torch.testing.assert_close(sum(seen) * 2, bare.second.weight.grad, **TOLERANCE)
+    torch.testing.assert_close(accumulated[-1], bare.second.weight.grad, **TOLERANCE)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, when):
+def test_hooks_on_a_parameter_that_takes_no_part_are_not_called(devs, x, when):
     class Idle(Mlp):
         def __init__(self):
             super().__init__()
             self.idle = nn.Parameter(torch.ones(3))
 
-    devs = devices(3)
     model, _ = pair(Idle, devs)
-    x = rows(6, 3, device=devs[0])
     called = []
     if when == "after":
         model(x).sum().backward()
@@ -182,20 +161,6 @@ def test_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, when):
     model(x).sum().backward()
     assert not called
     assert model.module.idle.grad is None
-
-
-def test_global_hooks(devices):
-    devs = devices(3)
-    calls = []
-    model, _ = pair(Mlp, devs)
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda m, args, out: calls.append(m) if isinstance(m, nn.Linear) else None
-    )
-    try:
-        model(rows(7, 3, device=devs[0]))
-    finally:
-        handle.remove()
-    assert len({id(m) for m in calls}) == 2 * len(devs)
 
 
 def note(path, owner):
@@ -281,24 +246,13 @@ def on_submodule(m, see):
     m.first.forward = forward
 
 
-@pytest.mark.parametrize(
-    "patch",
-    [
-        as_method,
-        as_partial,
-        as_closure,
-        as_default_argument,
-        as_wraps,
-        as_wrapped_attribute,
-        as_wraps_found_by_name,
-        on_submodule,
-    ],
-)
+PATCHES = [as_method, as_partial, as_closure, as_default_argument, as_wraps, as_wrapped_attribute,
+           as_wraps_found_by_name, on_submodule]  # fmt: skip
+
+
+@pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after the first call"])
-def test_patched_forward_runs_on_its_replica(devices, patch, late, tmp_path):
-    devs = devices(3)
-    model, bare = pair(Mlp, devs)
-    x = rows(7, 3, device=devs[0])
+def test_patched_forward_runs_on_its_replica(model, bare, x, patch, late, tmp_path):
     if late:
         model(x)
     for m, name in ((model.module, "ours"), (bare, "theirs")):
@@ -306,28 +260,4 @@ def test_patched_forward_runs_on_its_replica(devices, patch, late, tmp_path):
     assert_same(model, bare, x)
     # Replicas' calls come in any order.
     ours, theirs = (Counter((tmp_path / name).read_text().splitlines()) for name in ("ours", "theirs"))
-    assert sorted(ours.values()) == sorted([*theirs.values()] * len(devs)), "each replica runs on itself"
-
-
-class Checkpointed(Mlp):
-    def __init__(self, use_reentrant) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.second, self.first(x), use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_hooks_on_parameters_in_checkpoints(devices, use_reentrant):
-    """A reentrant checkpoint runs a backward of its own for each replica; the others have one for all."""
-    devs = devices(3)
-    model, bare = pair(lambda: Checkpointed(use_reentrant), devs)
-    seen, accumulated = [], []
-    model.module.second.weight.register_hook(lambda grad: seen.append(grad.clone()))
-    model.module.second.weight.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
-    assert_same(model, bare, rows(7, 3, device=devs[0]))
-    whole = bare.second.weight.grad
-    assert len(seen) == len(accumulated) == (len(devs) if use_reentrant else 1)
-    torch.testing.assert_close(sum(seen), whole, **TOLERANCE)
-    torch.testing.assert_close(accumulated[-1], whole, **TOLERANCE)
+    assert sorted(ours.values()) == sorted([*theirs.values()] * 3), "each replica runs on itself"

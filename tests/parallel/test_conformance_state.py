@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import CURRENT_DEVICE
+from torch.utils import _device as device_module
 
 import everygpu
-from tests.parallel.oracle import assert_same, assert_same_grads, pair, rows, score
+from tests.parallel.oracle import Returning, assert_same, assert_same_grads, pair, rows, score
 
 pytestmark = pytest.mark.usefixtures("in_threads")
 
@@ -35,57 +35,97 @@ def told(ask, devs, **options):
     return everygpu.DataParallel(Tell(ask).to(devs[0]), devs, **options)
 
 
-def autocast_facts(module, x):
+def facts(module, x):
+    """Tell what a thread has of its own."""
     kind = x.device.type
+    made = [torch.ones(2), torch.arange(3), torch.tensor([1.0]), torch.empty(0), torch.randn(1), torch.zeros(1, 2)]
     return (
-        str(module.lin(x).dtype),
-        torch.is_autocast_enabled(kind),
-        str(torch.get_autocast_dtype(kind)),
-        torch.is_autocast_cache_enabled(),
-        torch.is_autocast_enabled("cpu"),
+        (str(module.lin(x).dtype), module.lin(x).requires_grad),
+        (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), torch.is_autocast_cache_enabled()),
+        (torch.is_autocast_enabled("cpu"), str(torch.mm(torch.ones(2, 2).cpu(), torch.ones(2, 2).cpu()).dtype)),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        (str(torch.get_default_dtype()), torch.is_anomaly_enabled(), ASKED.get()),
+        {t.device == x.device for t in made},
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cache_enabled", [True, False])
-def test_autocast_dtype_is_the_same_in_every_replica(devices, dtype, cache_enabled):
-    devs = devices(3)
-    model = told(autocast_facts, devs)
+@contextlib.contextmanager
+def everything(*contexts):
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+@contextlib.contextmanager
+def double_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def asked():
+    token = ASKED.set("from the caller")
+    yield
+    ASKED.reset(token)
+
+
+def cast(dtype=torch.bfloat16, **options):
+    return lambda: torch.autocast("cuda" if torch.cuda.is_initialized() else "cpu", dtype, **options)
+
+
+CONTEXTS = {
+    "nothing": [],
+    "bfloat16": [cast()],
+    "float16": [cast(torch.float16)],
+    "no cache": [cast(cache_enabled=False)],
+    "off inside": [cast(), cast(enabled=False)],
+    "of the CPU": [lambda: torch.autocast("cpu", torch.bfloat16)],
+    "no_grad": [torch.no_grad],
+    "enable_grad": [torch.no_grad, torch.enable_grad],
+    "inference": [torch.inference_mode],
+    "inference, left": [torch.inference_mode, lambda: torch.inference_mode(False), torch.no_grad],
+    "grad in inference": [torch.inference_mode, torch.enable_grad],
+    "default dtype": [double_by_default],
+    "context variable": [asked],
+}
+
+
+@pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
+def test_every_replica_has_what_the_caller_has(devs, contexts):
+    model = told(facts, devs)
     x = rows(7, 3, device=devs[0]).float()
     before = model(x)[1]
-    with torch.autocast(devs[0].type, dtype, cache_enabled=cache_enabled):
-        out, facts = model(x)
-        assert facts == autocast_facts(model.module, x)
-    assert facts[0] == str(dtype)
-    assert out.dtype is dtype
-    score(out.double()).backward()
-    assert model.module.lin.weight.grad.dtype is torch.float32
-    assert model(x)[1] == before == autocast_facts(model.module, x), "nothing stays in the threads"
+    with everything(*contexts), devs[0]:
+        out, found = model(x)
+        assert found == facts(model.module, x)
+        assert out.is_inference() is torch.is_inference_mode_enabled()
+    assert (found == before) is (contexts in (CONTEXTS["nothing"], CONTEXTS["enable_grad"], CONTEXTS["off inside"]))
+    if out.requires_grad:
+        out.double().sum().backward()
+        assert model.module.lin.weight.grad.dtype is torch.float32
+    assert model(x)[1] == before, "nothing stays in the threads"
 
 
-def test_autocast_off_inside_autocast(devices):
-    devs = devices(3)
-    model = told(autocast_facts, devs)
+def test_default_device(devs):
+    model = told(lambda module, x: sorted({t.device.type for t in (torch.ones(2), torch.randn(1))}), devs)
     x = rows(7, 3, device=devs[0]).float()
-    with torch.autocast(devs[0].type, torch.bfloat16), torch.autocast(devs[0].type, enabled=False):
-        assert model(x)[1][:2] == ("torch.float32", False)
+    with torch.device("meta"):
+        assert model(x)[1] == ["meta"]
+    torch.set_default_device("meta")
+    try:
+        assert model(x)[1] == ["meta"]
+    finally:
+        torch.set_default_device(None)
+    assert model(x)[1] == [devs[0].type], "nothing stays in the threads"
+    assert device_module.CURRENT_DEVICE is None
+    assert torch.ones(1).device.type == "cpu"
 
 
-def test_autocast_of_the_cpu_beside_the_devices(devices):
-    devs = devices(3)
-
-    def ask(module, x):
-        a = torch.ones(2, 2)
-        return str(torch.mm(a.cpu(), a.cpu()).dtype)
-
-    x = rows(7, 3, device=devs[0]).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert told(ask, devs)(x)[1] == "torch.bfloat16"
-
-
-def test_autocast_gradients_equal_one_device(devices):
-    devs = devices(3)
-    torch.manual_seed(0)
+def test_autocast_gradients_equal_one_device(devs):
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), devs)
     for m in (model, bare):
         m.float()
@@ -102,49 +142,19 @@ def test_autocast_gradients_equal_one_device(devices):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
 
 
-def grad_facts(module, x):
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.lin(x).requires_grad
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_grad_and_inference_mode(devices, mode):
-    devs = devices(3)
-    model = told(grad_facts, devs)
-    x = rows(7, 3, device=devs[0]).float()
-    with mode():
-        out, facts = model(x)
-        assert facts == grad_facts(model.module, x)
-        assert out.is_inference() is torch.is_inference_mode_enabled()
-    assert model(x)[1] == (True, False, True), "nothing stays in the threads"
-
-
-def test_grad_mode_within_inference_mode(devices):
-    devs = devices(3)
-    model = told(grad_facts, devs)
-    x = rows(7, 3, device=devs[0]).float()
-    with torch.inference_mode(), torch.inference_mode(False), torch.no_grad():
-        assert model(x)[1] == (False, False, False)
-    with torch.inference_mode(), torch.enable_grad():
-        assert model(x)[1] == grad_facts(model.module, x)
-
-
-def test_training_after_inference_mode(devices):
-    devs = devices(3)
+def test_training_after_inference_mode(devs, x):
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval(), devs)
-    x = rows(7, 3, device=devs[0])
     for _ in range(2):
         with torch.inference_mode():
             torch.testing.assert_close(model(x), bare(x))
         for m in (model, bare):
-            m.zero_grad()
             with torch.no_grad():
                 for p in m.parameters():
                     p.add_(0.1)
         assert_same(model, bare, x)
 
 
-def test_a_module_made_in_inference_mode(devices):
-    devs = devices(3)
+def test_a_module_made_in_inference_mode(devs):
     with torch.inference_mode():
         model, bare = pair(lambda: nn.Linear(3, 2), devs)
         x = rows(7, 3, device=devs[0])
@@ -154,7 +164,7 @@ def test_a_module_made_in_inference_mode(devices):
 
 
 class Swap(TorchFunctionMode):
-    """Runs sigmoid where relu is called, and counts."""
+    """Runs sigmoid where relu is called, times a number."""
 
     def __init__(self, by) -> None:
         super().__init__()
@@ -172,86 +182,16 @@ class Add(TorchFunctionMode):
         return out + 1 if func is torch.relu else out
 
 
-class Relu(nn.Module):
-    def forward(self, x):
-        return torch.relu(x)
-
-
 @pytest.mark.parametrize("modes", [[Swap(2)], [Swap(2), Add()], [Add(), Swap(3)], [Add(), Add()]])
-def test_function_modes_are_in_force_in_every_replica(devices, modes):
-    devs = devices(3)
-    model, bare = everygpu.DataParallel(Relu(), devs), Relu()
-    x = rows(7, 3, device=devs[0])
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        torch.testing.assert_close(model(x), bare(x))
-    assert not torch.equal(bare(x), x.sigmoid())
+def test_function_modes_are_in_force_in_every_replica(devs, x, modes):
+    model = everygpu.DataParallel(Returning(lambda x: torch.relu(x)), devs)
+    with everything(*(lambda mode=mode: mode for mode in modes)):
+        torch.testing.assert_close(model(x), torch.relu(x))
+        assert not torch.equal(everygpu.gather(model(x)), x.clamp(min=0))
     torch.testing.assert_close(model(x), x.relu())
 
 
-def factory_facts(module, x):
-    made = [torch.ones(2), torch.arange(3), torch.tensor([1.0]), torch.empty(0), torch.randn(1), torch.zeros(1, 2)]
-    devices = {t.device.type for t in made}
-    return sorted(devices), all(t.device in (x.device, torch.device("meta")) for t in made)
-
-
-def test_tensors_made_in_forward_are_on_the_replicas_device(devices):
-    devs = devices(3)
-    x = rows(7, 3, device=devs[0]).float()
-    assert told(factory_facts, devs)(x)[1] == ([devs[0].type], True)
-
-
-def test_default_device(devices):
-    devs = devices(3)
-    model = told(factory_facts, devs)
-    x = rows(7, 3, device=devs[0]).float()
-    with torch.device("meta"):
-        assert model(x)[1] == (["meta"], True)
-    with devs[0]:
-        assert model(x)[1] == ([devs[0].type], True)
-    torch.set_default_device("meta")
-    try:
-        assert model(x)[1] == (["meta"], True)
-    finally:
-        torch.set_default_device(None)
-    assert model(x)[1] == ([devs[0].type], True), "nothing stays in the threads"
-    assert torch.ones(1).device.type == "cpu"
-
-
-def test_the_callers_default_device_is_as_before(devices):
-    devs = devices(3)
-    model = told(factory_facts, devs)
-    for _ in range(3):
-        model(rows(7, 3, device=devs[0]).float())
-    import torch.utils._device as device_module
-
-    assert device_module.CURRENT_DEVICE is CURRENT_DEVICE is None
-    assert torch.ones(1).device.type == "cpu"
-
-
-def test_context_variables(devices):
-    devs = devices(3)
-
-    def ask(module, x):
-        before = ASKED.get()
-        ASKED.set("changed by a replica")
-        return before
-
-    model = told(ask, devs)
-    x = rows(7, 3, device=devs[0]).float()
-
-    def call():
-        ASKED.set("from the caller")
-        return model(x)[1]
-
-    assert contextvars.copy_context().run(call) == "from the caller"
-    assert contextvars.copy_context().run(lambda: model(x)[1]) == "nothing"
-
-
-def test_saved_tensors_hooks(devices):
-    devs = devices(3)
-    model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), devs)
+def test_saved_tensors_hooks(model, bare, x):
     packing, unpacked = set(), []
 
     def pack(t):
@@ -262,10 +202,11 @@ def test_saved_tensors_hooks(devices):
         unpacked.append(1)
         return packed[0].to(packed[1])
 
-    x = rows(7, 3, device=devs[0])
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         out, expected = model(x), bare(x)
-    assert len(packing) == len(devs)
+    assert len(packing) == 3
+    with torch.autograd.graph.save_on_cpu():
+        out, expected = out + model(x), expected + bare(x)
     score(expected).backward()
     assert unpacked
     score(out).backward()
@@ -273,28 +214,6 @@ def test_saved_tensors_hooks(devices):
     packing.clear()
     model(x)
     assert not packing, "nothing stays in the threads"
-
-
-def test_save_on_cpu(devices):
-    devs = devices(3)
-    model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), devs)
-    x = rows(7, 3, device=devs[0])
-    for m in (model, bare):
-        with torch.autograd.graph.save_on_cpu():
-            out = m(x)
-        score(out).backward()
-    assert_same_grads(model, bare)
-
-
-def test_global_switches(devices):
-    devs = devices(3)
-    model = told(lambda module, x: (str(torch.get_default_dtype()), torch.is_anomaly_enabled()), devs)
-    x = rows(7, 3, device=devs[0]).float()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert model(x)[1] == ("torch.float64", False)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def device_facts(module, x):
@@ -399,42 +318,24 @@ def test_forwards_on_one_stream_after_another(shared_gpus):
     assert [[shard.unique().tolist() for shard in shards] for shards in found] == [[[2 * i]] * 2 for i in (1, 2, 3)]
 
 
-class Drop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(x)
-
-
 @pytest.mark.parametrize("seed", [everygpu.seed_all, torch.manual_seed])
-def test_dropout_masks_differ_between_replicas_and_repeat_under_a_seed(devices, seed):
-    devs = devices(3)
-    model = everygpu.DataParallel(Drop(), devs)
+def test_dropout_masks_differ_between_replicas_and_repeat_under_a_seed(devs, seed):
     x = torch.ones(6 * len(devs), 20, device=devs[0])
-    runs = []
+    model, runs = everygpu.DataParallel(nn.Dropout(), devs), []
     for number in (7, 7, 8):
         seed(number)
         runs.append([model(x) for _ in range(3)])
+    seed(7)
+    anew = everygpu.DataParallel(nn.Dropout(), devs)
+    runs.append([anew(x) for _ in range(3)])
     for out in runs[0]:
         masks = out.chunk(len(devs))
         assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
-    for first, second, other in zip(*runs):
+    for first, second, other, of_a_new_model in zip(*runs):
         assert torch.equal(first, second)
         assert not torch.equal(first, other)
+        assert torch.equal(first, of_a_new_model)
     assert not torch.equal(runs[0][0], runs[0][1])
-
-
-def test_a_new_model_repeats_the_run(devices):
-    devs = devices(3)
-    x = torch.ones(6 * len(devs), 20, device=devs[0])
-    runs = []
-    for _ in range(2):
-        everygpu.seed_all(3)
-        model = everygpu.DataParallel(Drop(), devs)
-        runs.append([model(x), model(x)])
-    torch.testing.assert_close(*runs)
 
 
 class Keeping(nn.Module):
@@ -450,15 +351,12 @@ class Keeping(nn.Module):
         return self.second(self.last)
 
 
-def test_an_activation_that_is_kept_with_its_graph(devices, caplog):
-    devs = devices(3)
+def test_an_activation_that_is_kept_with_its_graph(devs, x, caplog):
     model, bare = pair(Keeping, devs)
     for _ in range(3):
-        model.zero_grad()
-        bare.zero_grad()
-        x = rows(7, 3, device=devs[0])
-        score(model(x)).backward()
-        score(bare(x)).backward()
+        for m in (model, bare):
+            m.zero_grad()
+            score(m(x)).backward()
         assert_same_grads(model, bare)
     said = [r.getMessage() for r in caplog.records if "left rows of the batch in kept, last" in r.getMessage()]
     assert len(said) == 1

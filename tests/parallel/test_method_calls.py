@@ -57,6 +57,11 @@ def writers(used, **options):
     return DataParallel(Writer().to(used[0]), used, **options)
 
 
+def with_method(method):
+    """Make a model of two replicas with a method of its own."""
+    return DataParallel(type("Own", (nn.Identity,), {"method": method})(), ["cpu"] * 2)
+
+
 class TestGenerate:
     def test_rows_are_filled_up(self, devices):
         used = devices(2)
@@ -68,113 +73,71 @@ class TestGenerate:
         filled = model.call_method("generate", LENGTHS, max_new_tokens=4, pad_value=-1)
         assert everygpu.gather(filled, -1).tolist()[0] == [1, 2, 3, -1]
         assert model.num_calls == 3
-
-    def test_without_a_value_to_fill_with(self, devices):
+        assert model.call_method("generate", LENGTHS, max_new_tokens=2).shape == (5, 2), "equal sizes need no value"
         with pytest.raises(GatherError, match=r"got \(3, 3\), \(2, 5\) from the replicas. Pass pad_value=... to call_"):
-            writers(devices(2)).call_method("generate", LENGTHS)
-
-    def test_equal_sizes_need_none(self):
-        out = writers(["cpu"] * 2).call_method("generate", LENGTHS, max_new_tokens=2)
-        assert out.shape == (5, 2)
+            model.call_method("generate", LENGTHS)
 
     def test_one_device_is_not_scattered(self):
-        lengths = LENGTHS.clone()
-        seen = []
+        lengths, seen = LENGTHS.clone(), []
 
         class Whole(Writer):
             def generate(self, lengths):
                 seen.append(lengths)
                 return super().generate(lengths)
 
-        out = DataParallel(Whole(), ["cpu"]).call_method("generate", lengths)
-        assert out.shape == (5, 5)
+        assert DataParallel(Whole(), ["cpu"]).call_method("generate", lengths).shape == (5, 5)
         assert seen[0] is lengths
 
     @pytest.mark.parametrize("gather", ["sharded", "joined"])
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.complex64])
     def test_of_any_dtype(self, dtype, gather):
-        class Wide(nn.Module):
-            def forward(self, x):
-                return x
-
-            def widen(self, x):
-                return {"out": x[:, : len(x)].to(dtype), "array": x[:, : len(x)].numpy()}
-
-        model = DataParallel(Wide(), ["cpu"] * 2, gather=gather)
-        out = model.call_method("widen", torch.ones(3, 4), pad_value=0)
+        model = with_method(lambda self, x: {"out": x[:, : len(x)].to(dtype), "array": x[:, : len(x)].numpy()})
+        model.gather_rule = gather
+        out = model.call_method("method", torch.ones(3, 4), pad_value=0)
         expected = torch.tensor([[1, 1], [1, 1], [1, 0]])
         assert torch.equal(everygpu.gather(out["out"]) if gather == "sharded" else out["out"], expected.to(dtype))
         assert np.array_equal(out["array"], expected)
 
     def test_gradients_reach_what_was_filled_up(self):
-        class Cut(nn.Module):
-            def forward(self, x):
-                return x
-
-            def cut(self, x):
-                return x[:, : len(x)] * 3
-
         x = torch.ones(3, 4, requires_grad=True)
-        DataParallel(Cut(), ["cpu"] * 2).call_method("cut", x, pad_value=7.0).sum().backward()
+        with_method(lambda self, x: x[:, : len(x)] * 3).call_method("method", x, pad_value=7.0).sum().backward()
         assert x.grad.tolist() == [[3, 3, 0, 0], [3, 3, 0, 0], [3, 0, 0, 0]]
 
     def test_other_numbers_of_dimensions_are_no_sizes(self):
-        class Uneven(nn.Module):
-            def forward(self, x):
-                return x
-
-            def squeezed(self, x):
-                return x.squeeze()
-
         with pytest.raises(GatherError, match="same structure"):
-            DataParallel(Uneven(), ["cpu"] * 2).call_method("squeezed", torch.ones(3, 2), pad_value=0)
+            with_method(lambda self, x: x.squeeze()).call_method("method", torch.ones(3, 2), pad_value=0)
 
 
 class TestAsForward:
-    def test_trains(self, devices):
+    def test_trains_with_forward_and_sees_the_module_as_it_is(self, devices):
         used = devices(2)
         model = writers(used)
-        model.module.eval()
-        x = torch.arange(5.0, device=used[0])
-        bias = torch.ones(5, device=used[0])
+        model.eval()
+        x, bias = torch.arange(5.0, device=used[0]), torch.ones(5, device=used[0])
         out = model.call_method("encode", x, bias=bias)
         assert out["name"] == "encoded"
         torch.testing.assert_close(everygpu.gather(out["hidden"]), x * 2 + 1)
+        model(x).sum().backward()
         out["hidden"].sum().backward()
-        assert model.scale.grad == 10
-
-    def test_losses_are_weighed_by_rows(self, devices):
-        used = devices(2)
-        x = torch.arange(5.0, device=used[0])
-        torch.testing.assert_close(writers(used).call_method("loss", x).mean().cpu(), torch.tensor(4.0))
-
-    def test_sees_the_module_as_it_is(self):
-        model, x = writers(["cpu"] * 2), torch.ones(4)
-        model.call_method("encode", x)
+        assert model.scale.grad == 20
+        torch.testing.assert_close(model.call_method("loss", x).mean().cpu(), torch.tensor(4.0))  # weighed by rows
         with torch.no_grad():
             model.scale.fill_(5.0)
-        model.eval()
-        assert model.call_method("encode", x)["hidden"].tolist() == [5.0] * 4
+        torch.testing.assert_close(everygpu.gather(model.call_method("encode", x)["hidden"]), x * 5)
 
     def test_masks_are_those_of_forward(self):
-        x = torch.ones(64)
-        model = writers(["cpu"] * 2)
-        torch.manual_seed(3)
-        first = model.call_method("encode", x)["hidden"].tolist()
-        torch.manual_seed(3)
-        assert model.call_method("encode", x)["hidden"].tolist() == first
-        assert first[:32] != first[32:]
+        x, model, drawn = torch.ones(64), writers(["cpu"] * 2), []
+        for _ in range(2):
+            torch.manual_seed(3)
+            drawn.append(model.call_method("encode", x)["hidden"].tolist())
+        assert drawn[0] == drawn[1]
+        assert drawn[0][:32] != drawn[0][32:]
 
     def test_autocast_and_grad_mode(self):
-        class Modes(nn.Linear):
-            def project(self, x):
-                return self(x)
-
-        model = DataParallel(Modes(2, 2), ["cpu"] * 2)
+        model = DataParallel(type("Modes", (nn.Linear,), {"project": lambda self, x: self(x)})(2, 2), ["cpu"] * 2)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             out = model.call_method("project", torch.ones(4, 2))
-        assert out.dtype is torch.bfloat16
-        assert not out.requires_grad
+        assert (out.dtype, out.requires_grad) == (torch.bfloat16, False)
 
     def test_frozen(self):
         model, x = writers(["cpu"] * 2), torch.ones(4)
@@ -186,9 +149,7 @@ class TestAsForward:
 
     def test_tensors_made_without_a_device(self, devices):
         used = devices(2)
-        model = writers(used)
-        for _ in range(5):
-            out = model.call_method("fresh", torch.ones(4, device=used[0]))
+        out = writers(used).call_method("fresh", torch.ones(4, device=used[0]))
         assert [shard.device for shard in out.shards] == list(used)
 
     def test_a_submodule_and_a_name_of_nn_module(self):
@@ -196,14 +157,8 @@ class TestAsForward:
         assert model.call_method("dropout", torch.ones(4)).shape == (4,)
         assert model.call_method("double").tolist() == [[4.0]]
 
-    def test_goes_with_forward(self):
-        model, x = writers(["cpu"] * 2), torch.ones(4)
-        model.eval()
-        model(x).sum().backward()
-        model.call_method("encode", x)["hidden"].sum().backward()
-        assert model.scale.grad == 8
-
-    def test_by_overridden_verbs(self):
+    @pytest.mark.parametrize("num", [1, 2])
+    def test_by_overridden_verbs(self, num):
         class Own(DataParallel):
             def scatter(self, inputs, kwargs, device_ids):
                 return super().scatter(tuple(i["data"] for i in inputs), kwargs, device_ids)
@@ -211,10 +166,9 @@ class TestAsForward:
             def gather(self, outputs, output_device):
                 return {"joined": super().gather(outputs, output_device)}
 
-        for num in (1, 2):
-            out = Own(Writer(), ["cpu"] * num).call_method("generate", {"data": LENGTHS}, pad_value=0)
-            out = out["joined"] if num == 2 else out
-            assert everygpu.gather(out, -1).tolist() == Writer().generate(LENGTHS).tolist()
+        out = Own(Writer(), ["cpu"] * num).call_method("generate", {"data": LENGTHS}, pad_value=0)
+        out = out["joined"] if num == 2 else out
+        assert everygpu.gather(out, -1).tolist() == Writer().generate(LENGTHS).tolist()
 
 
 class TestErrors:
@@ -224,20 +178,13 @@ class TestErrors:
         assert "replica 1 on cpu failed" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize("num", [1, 2])
-    def test_unknown_methods(self, num):
-        model = writers(["cpu"] * num)
-        with pytest.raises(CallError, match="Writer must have the method, got 'genrate'. Did you mean 'generate'"):
-            model.call_method("genrate", LENGTHS)
-        with pytest.raises(CallError, match="got 'scale_'"):
-            model.call_method("scale_")
-        with pytest.raises(CallError, match="must have the method, got 'num_calls'"):
-            model.call_method("num_calls")
-
-    def test_only_near_names_are_suggested(self):
-        with pytest.raises(
-            CallError, match="Linear must have the method, got 'genrate'. Define it in the module's class"
-        ):
-            DataParallel(nn.Linear(2, 2), ["cpu"]).call_method("genrate", torch.ones(1, 2))
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [("genrate", "got 'genrate'. Did you mean 'generate'"), ("scale_", "got 'scale_'"), ("num_calls", "must have")],
+    )
+    def test_unknown_methods(self, num, name, words):
+        with pytest.raises(CallError, match=words):
+            writers(["cpu"] * num).call_method(name)
 
     def test_rows_must_agree(self):
         with pytest.raises(SplitError, match="same number of rows"):

@@ -11,7 +11,7 @@ from torch import nn
 import everygpu
 from everygpu import DataParallel, ShardedBatch
 from everygpu.errors import CallError, GatherError, OptimizerError, OptionError
-from tests.parallel.oracle import assert_same_grads
+from tests.parallel.oracle import Returning, assert_same_grads
 
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
 
@@ -65,17 +65,11 @@ class Outer(DataParallel):
         return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
 
 
-@pytest.fixture(params=["threads", "graphs"])
-def any_engine(request):
-    return request.param
-
-
 class TestOverrides:
-    def test_are_called_in_torchs_order(self, devices, any_engine):
-        used = devices(3)
-        model, bare = Noted(Mlp().to(used[0]), used, engine=any_engine), Mlp().to(used[0])
-        x = torch.randn(7, 3, device=used[0])
-        model.eval(), bare.eval()
+    @pytest.mark.parametrize("engine", ["threads", "graphs"])
+    def test_are_called_in_torchs_order(self, devs, engine):
+        model, bare = Noted(Mlp().to(devs[0]).eval(), devs, engine=engine), Mlp().to(devs[0]).eval()
+        x = torch.randn(7, 3, device=devs[0])
         out = model(x, scale=2.0)
         torch.testing.assert_close(everygpu.gather(out), bare(x, scale=2.0))
         assert type(out) is ShardedBatch
@@ -88,23 +82,22 @@ class TestOverrides:
         assert [len(args) for args in apply[2]] == [1] * 3
         assert gather[2] == model.output_device
         assert model.engine_in_use == "threads"
+        model(x)
+        assert model.calls[6][1][1] is apply[1][1], "replicas persist"
+        model.calls.clear()
+        twin = copy.deepcopy(model)
+        twin(x)
+        assert [call[0] for call in twin.calls] == VERBS
 
-    def test_train_as_one_device(self, devices):
-        used = devices(3)
-        model, bare = Noted(Mlp().double().to(used[0]), used), Mlp().double().to(used[0])
+    @pytest.mark.parametrize("make", [Noted, Outer])
+    def test_train_as_one_device(self, devs, make):
+        model, bare = make(Mlp().double().to(devs[0]), devs), Mlp().double().to(devs[0])
         model.norm.eval(), bare.norm.eval()
-        x = torch.randn(7, 3, device=used[0], dtype=torch.float64)
-        for _ in range(3):
-            model(x).square().mean().backward()
-            bare(x).square().mean().backward()
+        x = torch.randn(7, 3, device=devs[0], dtype=torch.float64)
+        for m in (model, bare):
+            for _ in range(2):
+                m(x, scale=2.0).square().mean().backward()
         assert_same_grads(model, bare)
-
-    def test_replicas_persist(self):
-        model = Noted(Mlp(), ["cpu"] * 2)
-        for _ in range(2):
-            model(torch.randn(4, 3))
-        first, second = (call[1] for call in model.calls if call[0] == "parallel_apply")
-        assert first[1] is second[1]
 
     @pytest.mark.parametrize("verb", VERBS)
     def test_each_by_itself(self, verb):
@@ -119,22 +112,19 @@ class TestOverrides:
         assert calls == [verb]
 
     def test_a_fallback_speaks(self, caplog):
-        with caplog.at_level(logging.WARNING, logger="everygpu"):
-            Noted(Mlp(), ["cpu"] * 2, engine="graphs")
-        (record,) = caplog.records
-        assert "in threads, whatever the engine, as Noted has its own scatter and" in record.getMessage()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="everygpu"):
-            model = Outer(Mlp(), ["cpu"] * 2, engine="graphs")
+        caplog.set_level(logging.WARNING, logger="everygpu")
+        for make, engine, said in (
+            (Noted, "graphs", "in threads, whatever the engine, as Noted has its own scatter and"),
+            (Outer, "graphs", "as Outer has its own forward."),
+            (Noted, "auto", None),
+            (Outer, "auto", None),
+        ):
+            model = make(Mlp(), ["cpu"] * 2, engine=engine)
             for _ in range(2):
                 model(torch.randn(4, 3))
-        (record,) = caplog.records
-        assert "as Outer has its own forward." in record.getMessage()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="everygpu"):
-            Noted(Mlp(), ["cpu"] * 2)
-            Outer(Mlp(), ["cpu"] * 2)(torch.randn(4, 3))
-        assert not caplog.records
+            assert len(caplog.records) == (said is not None)
+            assert said is None or said in caplog.text
+            caplog.clear()
 
     def test_only_scatter_counts_on_one_device(self):
         model = Noted(Mlp().eval(), ["cpu"])
@@ -158,11 +148,6 @@ class TestOverrides:
         assert Noted(Constant(), ["cpu"] * num)().shape == (1, 2)
         assert Nothing(Constant(), ["cpu"] * num)().shape == (1, 2)
 
-    def test_survive_copies(self):
-        twin = copy.deepcopy(Noted(Mlp().eval(), ["cpu"] * 2))
-        twin(torch.randn(4, 3))
-        assert [call[0] for call in twin.calls] == VERBS
-
     def test_errors_name_the_replica(self):
         class Failing(Mlp):
             def forward(self, x):
@@ -177,16 +162,18 @@ class TestOverrides:
         with pytest.raises(OptionError, match="1 kwargs"):
             model.parallel_apply([model.module] * 2, [(1,), (2,)], [{}])
 
-    def test_arguments_must_be_as_many_as_replicas(self):
+    @pytest.mark.parametrize(
+        ("scatter", "counts"),
+        [
+            (lambda inputs, kwargs, device_ids: ([inputs, inputs], [kwargs]), "2 modules, 2 inputs, 1 kwargs and 2 d"),
+            (lambda inputs, kwargs, device_ids: ([inputs] * 3, None), "2 modules, 3 inputs, 3 kwargs and 2 devices"),
+            (lambda inputs, kwargs, device_ids: ([], [kwargs]), "0 modules, 0 inputs, 1 kwargs and 0 devices"),
+        ],
+    )
+    def test_arguments_must_be_as_many_as_replicas(self, scatter, counts):
         model = DataParallel(Mlp(), ["cpu"] * 2)
-        model.scatter = lambda inputs, kwargs, device_ids: ([inputs, inputs], [kwargs])
-        with pytest.raises(OptionError, match="2 modules, 2 inputs, 1 kwargs and 2 devices"):
-            model(torch.randn(4, 3))
-        model.scatter = lambda inputs, kwargs, device_ids: ([inputs] * 3, None)
-        with pytest.raises(OptionError, match="2 modules, 3 inputs, 3 kwargs and 2 devices"):
-            model(torch.randn(4, 3))
-        model.scatter = lambda inputs, kwargs, device_ids: ([], [kwargs])
-        with pytest.raises(OptionError, match="0 modules, 0 inputs, 1 kwargs and 0 devices"):
+        model.scatter = scatter
+        with pytest.raises(OptionError, match=counts):
             model(torch.randn(4, 3))
         with pytest.raises(GatherError, match="at least one replica"):
             model.gather(model.parallel_apply([], [], None), "cpu")
@@ -226,11 +213,24 @@ class TestOverrides:
         assert torch.equal(after[2:], before[2:])
 
 
-class Loss(nn.Module):
-    """Returns the mean over its rows."""
+class OwnApply(DataParallel):
+    def parallel_apply(self, replicas, inputs, kwargs):
+        return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs)]
 
-    def forward(self, x):
-        return x.mean()
+
+class OwnGather(DataParallel):
+    def gather(self, outputs, output_device):
+        return super().gather(outputs, output_device)
+
+
+def other_shares(self, inputs, kwargs, device_ids):
+    (x,) = inputs
+    return [[x[:1]], x[1:]], None
+
+
+def changed_shares(self, inputs, kwargs, device_ids):
+    args, kwargs = super(type(self), self).scatter(inputs, kwargs, device_ids)
+    return [(args[0][0][:1],), args[1]], kwargs
 
 
 class TestRows:
@@ -238,55 +238,35 @@ class TestRows:
 
     x = torch.arange(5.0)[:, None]
 
-    @pytest.mark.parametrize("make", [Noted, Outer])
+    @pytest.mark.parametrize("make", [DataParallel, Noted, Outer, OwnApply, OwnGather])
     def test_are_known(self, make):
-        out = make(Loss(), ["cpu"] * 2)(self.x)
+        out = make(Returning(torch.mean), ["cpu"] * 2)(self.x)
         assert out.shard_rows == (3, 2)
         assert out.mean() == self.x.mean()
+        found = make(Returning(lambda x: [{"boxes": r.expand(int(r), 4)} for r in x]), ["cpu"] * 2)(self.x)
+        assert [item["boxes"].shape[0] for item in found] == [0, 1, 2, 3, 4], "lists of one item per row are joined"
 
-    def test_are_known_beside_threads_of_ones_own(self):
-        class Own(DataParallel):
-            def parallel_apply(self, replicas, inputs, kwargs):
-                return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs)]
-
-        assert Own(Loss(), ["cpu"] * 2)(self.x).shard_rows == (3, 2)
+    @pytest.mark.parametrize("make", [DataParallel, OwnGather])
+    def test_dont_count_where_the_caller_normalizes(self, make):
+        model = make(Returning(lambda x, num_items: x.sum() / num_items), ["cpu"] * 2)
+        for shape in ((2,), (2, 1)):  # as transformers' Trainer passes it
+            found = model(self.x, num_items=torch.tensor([5]).expand(shape))
+            torch.testing.assert_close(found.mean() * 2, self.x.mean())
 
     @pytest.mark.parametrize("make", [DataParallel, Outer])
-    def test_are_unknown_of_other_shares(self, make):
-        class Own(make):
-            def scatter(self, inputs, kwargs, device_ids):
-                (x,) = inputs
-                return [[x[:1]], x[1:]], None
-
-        out = Own(Loss(), ["cpu"] * 2)(self.x)
+    @pytest.mark.parametrize("scatter", [other_shares, changed_shares])
+    def test_are_unknown_of_other_shares(self, make, scatter):
+        out = type("Own", (make,), {"scatter": scatter})(Returning(torch.mean), ["cpu"] * 2)(self.x)
         assert type(out) is torch.Tensor
-        assert out.tolist() == [0.0, 2.5]
-
-    def test_are_unknown_of_shares_that_were_changed(self):
-        class Own(DataParallel):
-            def scatter(self, inputs, kwargs, device_ids):
-                args, kwargs = super().scatter(inputs, kwargs, device_ids)
-                return [(args[0][0][:1],), args[1]], kwargs
-
-        assert type(Own(Loss(), ["cpu"] * 2)(self.x)) is torch.Tensor
+        assert out.tolist() == ([0.0, 2.5] if scatter is other_shares else [0.0, 3.5])
 
     def test_dont_count_with_joined_outputs(self):
-        out = Noted(Loss(), ["cpu"] * 2, gather="joined")(self.x)
+        out = Noted(Returning(torch.mean), ["cpu"] * 2, gather="joined")(self.x)
         assert type(out) is torch.Tensor
         assert out.tolist() == [1.0, 3.5]
 
 
 class TestForwardOverrides:
-    def test_equal_one_device(self, devices):
-        used = devices(3)
-        model, bare = Outer(Mlp().double().to(used[0]), used), Mlp().double().to(used[0])
-        model.norm.eval(), bare.norm.eval()
-        x = torch.randn(7, 3, device=used[0], dtype=torch.float64)
-        for m in (model, bare):
-            for _ in range(2):
-                m(x, scale=2.0).square().mean().backward()
-        assert_same_grads(model, bare)
-
     def test_replicates_other_modules(self):
         model = Outer(Mlp(), ["cpu"] * 2)
         replicas = model.replicate(model.module.first, ["cpu", "cpu"])

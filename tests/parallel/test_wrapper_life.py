@@ -1,5 +1,7 @@
 """What becomes of a wrapper in processes, threads and forwards that come, end, or are interrupted."""
 
+import contextlib
+import functools
 import gc
 import os
 import subprocess
@@ -13,23 +15,29 @@ import torch
 from torch import nn
 
 from everygpu import DataParallel
-from everygpu.errors import EveryGPUError
 from everygpu.parallel import forward_lock
 from tests.parallel.engines.test_threads import in_child
-from tests.parallel.test_data_parallel import build
+from tests.parallel.oracle import Returning
+from tests.parallel.test_wrapper import build
+
+
+def in_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
 
 class TestObjectsCome:
     """Objects made, used and dropped leave nothing; several side by side don't meet."""
 
-    def test_hundred_objects_leave_no_thread_and_no_memory(self, devices):
-        used = devices(3)
+    def test_many_objects_leave_no_thread_and_no_memory(self, devs):
         threads, left = threading.active_count(), []
-        x = torch.ones(6, 3)
-        for _ in range(100):
-            net = build(used[0])
-            model = DataParallel(net, used)
-            model(x).sum().backward()
+        for _ in range(20):
+            net = build(devs[0])
+            model = DataParallel(net, devs)
+            model(torch.ones(6, 3)).sum().backward()
             left += [weakref.ref(model), weakref.ref(net), weakref.ref(net.linear.weight)]
         del net, model
         deadline = time.monotonic() + 60
@@ -51,76 +59,45 @@ class TestObjectsCome:
         finally:
             gc.enable()
 
-    def test_two_models(self, devices):
-        used = devices(3)
-        models = [DataParallel(build(used[0], scale=s), used) for s in (1.0, 3.0)]
+    def test_two_models(self, devs):
+        models = [DataParallel(build(devs[0], scale=s), devs) for s in (1.0, 3.0)]
         x = torch.randn(6, 3)
         for _ in range(3):
             once, thrice = (model(x) for model in models)
             torch.testing.assert_close(once * 3, thrice)
 
-    def test_one_model_within_another(self):
-        inner = DataParallel(build(), ["cpu"] * 2)
-        x = torch.randn(6, 3)
-        torch.testing.assert_close(DataParallel(nn.Sequential(inner), ["cpu"] * 3)(x), inner.module(x))
-
-    def test_two_threads_calling_one_model(self, devices):
-        used = devices(3)
-        net = build(used[0])
-        model = DataParallel(net, used)
-        batches = [torch.randn(n, 3, device=used[0]) for n in (5, 6, 7, 8)]
+    def test_threads_calling_one_model(self, devs):
+        net = build(devs[0])
+        model = DataParallel(net, devs)
+        batches = [torch.randn(n, 3, device=devs[0]) for n in (5, 6, 7, 8)]
         expected = [net(x) for x in batches]
         results = [[] for _ in batches]
 
         def call(i):
-            for _ in range(20):
+            for _ in range(10):
+                with contextlib.suppress(RuntimeError):
+                    model(torch.ones(4, 5))  # who waits gets its turn after a failure, too
                 results[i].append(model(batches[i]))
 
-        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(batches))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(call, i) for i in range(len(batches))))
         for mine, right in zip(results, expected):
-            assert len(mine) == 20
+            assert len(mine) == 10
             for got in mine:
                 torch.testing.assert_close(got, right)
 
     def test_calls_of_one_model_wait_for_each_other(self):
         inside, overlaps = [], []
 
-        class Slow(nn.Module):
-            def forward(self, x):
-                inside.append(x)
-                time.sleep(0.005)
-                overlaps.append(len(inside) - 1)
-                inside.pop()
-                return x
+        def slow(x):
+            inside.append(x)
+            time.sleep(0.005)
+            overlaps.append(len(inside) - 1)
+            inside.pop()
+            return x
 
-        model = DataParallel(Slow(), ["cpu"] * 2)
-        threads = [threading.Thread(target=model, args=(torch.ones(2),)) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        model = DataParallel(Returning(slow), ["cpu"] * 2)
+        in_threads(*[lambda: model(torch.ones(2))] * 5)
         assert overlaps == [0] * 10
-
-    def test_thread_that_waits_gets_its_turn_after_a_failure(self):
-        model = DataParallel(build(), ["cpu"] * 2)
-        outcomes = []
-
-        def call(x):
-            try:
-                outcomes.append(tuple(model(x).shape))
-            except RuntimeError:
-                outcomes.append("failed")
-
-        threads = [threading.Thread(target=call, args=(torch.ones(4, width),)) for width in (3, 5, 3, 5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(map(str, outcomes)) == ["(4, 2)", "(4, 2)", "failed", "failed"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -190,30 +167,14 @@ for calls_itself in (lambda first: True, lambda first: first > 1, lambda first: 
 """
 
 
-class TestRecursion:
-    def test_forward_within_its_own_forward_is_an_error(self):
-        class Net(nn.Module):
-            deep = True
-
-            def forward(self, x):
-                return model(x) if self.deep else x
-
-        model = DataParallel(Net(), ["cpu"] * 2)
-        with pytest.raises(EveryGPUError, match="can't be called from within its own forward. Call the inner module"):
-            model(torch.ones(2))
-        model.module.deep = False
-        assert model(torch.ones(2)).tolist() == [1, 1]
-
-    @pytest.mark.usefixtures("warm_python")
-    def test_in_any_replica(self):
-        # In a process of its own: a replica that waits for its own turn waits forever.
-        done = subprocess.run(
-            [sys.executable, "-c", CALL_ITSELF], capture_output=True, text=True, timeout=60, check=True
-        )
-        refused, works = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
-        assert len(refused) == 3
-        assert all("from within its own forward" in line for line in refused)
-        assert works == ["works"] * 3
+@pytest.mark.usefixtures("warm_python")
+def test_forward_within_its_own_forward_is_an_error_in_any_replica():
+    # In a process of its own: a replica that waits for its own turn waits forever.
+    done = subprocess.run([sys.executable, "-c", CALL_ITSELF], capture_output=True, text=True, timeout=60, check=True)
+    refused, works = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
+    assert len(refused) == 3
+    assert all("from within its own forward. Call the inner module" in line for line in refused)
+    assert works == ["works"] * 3
 
 
 class InterruptedOnce:
@@ -238,7 +199,5 @@ def test_interrupt_at_the_begin_of_a_forward_leaves_the_wrapper_usable(monkeypat
         model(x)
     torch.testing.assert_close(model(x), model.module(x))
     outputs = []
-    thread = threading.Thread(target=lambda: outputs.append(model(x)))
-    thread.start()
-    thread.join(60)
+    in_threads(lambda: outputs.append(model(x)))
     torch.testing.assert_close(outputs[0], model.module(x))

@@ -8,6 +8,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from everygpu.parallel.replicas.replica_set import ReplicaSet
+    from everygpu.parallel.sharded.batch import ShardedBatch
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,6 +25,8 @@ class Call:
     """How much a result for all of a replica's rows counts beside the others'; None where that isn't known."""
     counts_alike: bool = False
     """Whether all results count alike, as the caller normalizes them: the call came with an entry per device."""
+    reused: Sequence[tuple["ShardedBatch", list[int]]] = ()
+    """Batches whose own shards are the replicas' inputs, and the shards' versions."""
     modules: tuple[nn.Module, ...] = ()
     """The replicas, whose parameters and buffers are written by later forwards."""
     method: str | None = None

@@ -246,7 +246,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         replicas: ReplicaSet | None = None,
     ) -> Any:
         """Scatter, replicate, apply and gather; a recording launches all but the last. One thread at a time."""
-        self._lock.check()
+        if self._lock.is_inside():  # it would wait forever
+            raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
         if self._lock.is_forked():
             self._prepare()
         with self._lock.lock, self._lock.inside():
@@ -288,7 +289,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
         outputs = self.parallel_apply(calls, args, kwargs_of)
-        note_writes((inputs, kwargs))
+        if call is not None:
+            note_writes(call)
         self._average_buffers(modules, call)
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
@@ -360,7 +362,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if positions is None or module is not self.module:
             return ReplicaSet(module, devices).refresh(range(len(devices)))
         if self._lock.is_inside():
-            replicas, fresh, rows = self._current_replicas(), self._fresh, self._lock.rows
+            if self._replicas is None or self._replicas.module is not module:
+                self._replicas = self.make_replicas()
+                self._fresh = None if self._fresh is None else set()
+            replicas, fresh, rows = self._replicas, self._fresh, self._lock.rows
         elif self._ranks is None:
             replicas, fresh, rows = self.make_replicas(), None, ()
         else:
@@ -449,12 +454,6 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             make_leaves=make_leaves,
             bucket_bytes=replica_bucket_bytes(self.bucket_cap_mb),
         )
-
-    def _current_replicas(self) -> ReplicaSet:
-        if self._replicas is None or self._replicas.module is not self.module:
-            self._replicas = self.make_replicas()
-            self._fresh = None if self._fresh is None else set()
-        return self._replicas
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -33,15 +33,6 @@ class ForwardLock:
         """Return the lock that threads may be waiting for; a new one at the start, and in a forked child."""
         return ForwardLock() if before is None or before.is_forked() else before
 
-    def check(self) -> None:
-        """Refuse a forward within the forward that has the lock: it would wait forever.
-
-        Raises:
-            CallError: it is one.
-        """
-        if self.is_inside():
-            raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
-
     def is_inside(self) -> bool:
         """Tell whether the present call is within the forward that has the lock."""
         return self._call in _running.get() and self.lock.locked()
@@ -61,11 +52,7 @@ class ForwardLock:
             _running.reset(token)
 
     def run_apart(self, function: Callable[[], Any]) -> None:
-        """Call a function while no other thread runs a forward: at once in the verbs of one, and in a forked child.
-
-        Raises:
-            CallError: a replica calls it, whose end it would wait for.
-        """
+        """Call a function while no other thread runs a forward: at once in the verbs of one, and in a forked child."""
         if self.is_inside() and is_in_replica():
             raise CallError("DataParallel: a replica can't release its wrapper. Call release() after forward.")
         if self.is_forked() or self.is_inside():

@@ -8,11 +8,7 @@ from everygpu.torch_private.autograd import are_transforms_active, is_transformi
 
 
 def check_transforms() -> None:
-    """Refuse a forward on several devices within a transform of ``torch.func``, in forward mode, or while torch traces.
-
-    Raises:
-        CallError: naming the module to call in place of the wrapper.
-    """
+    """Refuse a forward on several devices within a transform of ``torch.func``, in forward mode, or in a trace."""
     found = _find_transform()
     if found is not None:
         what, example = found

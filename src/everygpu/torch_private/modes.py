@@ -2,13 +2,11 @@
 
 import functools
 import operator
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _mode_utils
 from torch.utils._device import DeviceContext as _DeviceContext
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
@@ -54,18 +52,6 @@ TorchDispatchMode = _TorchDispatchMode
 
 without_dispatch_modes = _disable_current_modes
 """The context manager in which no ``TorchDispatchMode`` is entered; tensor subclasses are dispatched as before."""
-
-
-@contextmanager
-def below_python_dispatch() -> Iterator[None]:
-    """Run operations on wrappers' metadata alone, as ``return_and_correct_aliasing`` does for views of fresh ones."""
-    with _mode_utils.no_dispatch():
-        before = torch._C._meta_in_tls_dispatch_include()
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        try:
-            yield
-        finally:
-            torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def reading_lazy_values() -> AbstractContextManager[None]:

@@ -1,7 +1,5 @@
 """Buckets: copies at fixed addresses, gradients added up on the way back."""
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -101,36 +99,6 @@ class TestCopies:
                 assert [[t.data_ptr() for t in row] for row in rows] == addresses
             del row, rows
 
-    def test_are_of_the_originals_kind(self, devices):
-        used = devices(2)
-        parameters = parameters_on(used[0], (2,))
-        buffers = [torch.ones(2, device=used[0])]
-        frozen = [nn.Parameter(torch.ones(2, device=used[0]), requires_grad=False)]
-        for originals in (parameters, buffers, frozen):
-            (row,) = make_bucket(originals, used).refresh(originals, [0])
-            assert [isinstance(t, nn.Parameter) for t in row] == [isinstance(t, nn.Parameter) for t in originals]
-            assert [t.requires_grad for t in row] == [t.requires_grad for t in originals]
-
-    def test_only_the_replicas_asked_for(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        last = len(used) - 2
-        (row,) = bucket.refresh(originals, [last])
-        assert row[0].device == used[-1]
-        assert bucket.refresh(originals, []) == []
-
-    def test_idle_replica_catches_up(self):
-        used = [torch.device("cpu")] * 3
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        bucket.refresh(originals, [0, 1])
-        with torch.no_grad():
-            originals[0].fill_(4)
-        bucket.refresh(originals, [0])
-        (row,) = bucket.refresh(originals, [1])
-        assert row[0].tolist() == [4, 4]
-
     @pytest.mark.parametrize(
         "make",
         [
@@ -176,31 +144,6 @@ def squared(weight):
 class TestGraphs:
     """A graph goes backward through the values of its forward, or raises torch's error."""
 
-    def test_two_forwards_before_one_backward(self, devices):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        losses = [squared(bucket.refresh(originals, [0])[0][0]) for _ in range(2)]
-        sum(losses).backward()
-        torch.testing.assert_close(originals[0].grad, 4 * originals[0].detach())
-
-    @pytest.mark.parametrize("fixed", [True, False])
-    @pytest.mark.parametrize("replaced", [True, False])
-    def test_originals_written_or_replaced_in_between(self, devices, fixed, replaced):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
-        loss, expected = squared(bucket.refresh(originals, [0])[0][0]), 2 * originals[0].detach()
-        changed = originals
-        if replaced:
-            changed = [nn.Parameter(originals[0].detach() * 2)]
-        else:
-            with torch.no_grad():
-                originals[0].mul_(2)
-        bucket.refresh(changed, [0])
-        loss.backward()
-        torch.testing.assert_close(originals[0].grad, expected)
-
     @pytest.mark.parametrize("fixed", [True, False])
     def test_buffers_written_in_between(self, devices, fixed):
         used = devices(2)
@@ -221,44 +164,6 @@ class TestGraphs:
 
 
 class TestGradients:
-    def test_are_added_up_over_replicas(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (2, 2), (3,))
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        loss = sum(((i + 1) * (row[0].sum() + 10 * row[1].sum())).to(used[0]) for i, row in enumerate(rows))
-        loss.backward()
-        total = sum(range(1, len(used)))
-        assert originals[0].grad.tolist() == [[total] * 2] * 2
-        assert originals[1].grad.tolist() == [10 * total] * 3
-
-    def test_of_what_took_no_part_are_none(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (2,), (3,), (4,))
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        (rows[0][0].sum() + rows[-1][2].sum().to(used[1])).backward()
-        assert originals[0].grad.tolist() == [1, 1]
-        assert originals[1].grad is None
-        assert originals[2].grad.tolist() == [1] * 4
-
-    def test_sparse_ones_stay_sparse(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (5, 2), (2,))
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        index = torch.tensor([1, 3])
-        parts = [nn.functional.embedding(index.to(r[0].device), r[0], sparse=True).sum() + r[1].sum() for r in rows]
-        sum(p.to(used[0]) for p in parts).backward()
-        assert originals[0].grad.is_sparse
-        count = len(used) - 1
-        assert originals[0].grad.to_dense().tolist() == [[0] * 2, [count] * 2, [0] * 2, [count] * 2, [0] * 2]
-        assert originals[1].grad.tolist() == [count] * 2
-
-    def test_sparse_and_dense_together_are_dense(self):
-        used = [torch.device("cpu")] * 3
-        originals = parameters_on(used[0], (3, 2))
-        first, second = make_bucket(originals, used).refresh(originals, [0, 1])
-        (nn.functional.embedding(torch.tensor([1]), first[0], sparse=True).sum() + second[0].sum()).backward()
-        assert originals[0].grad.tolist() == [[1, 1], [2, 2], [1, 1]]
-
     @pytest.mark.usefixtures("dirty_memory")
     def test_sum_grads_in_every_pattern(self, devices):
         used = devices(3)
@@ -272,61 +177,8 @@ class TestGradients:
         assert totals[2].tolist() == [1] * 3
         assert bucket.sum_grads([[None] * 3 for _ in used[1:]]) == [None] * 3
 
-    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch warns at any .to() of a leaf
-    def test_can_be_differentiated_again(self, devices):
-        used = devices(3)
-        original = nn.Parameter(torch.randn(3, dtype=torch.float64, device=used[0]))
-        bucket = make_bucket([original], used)
-
-        def cubes(_):
-            rows = bucket.refresh([original], every_replica(used))
-            return sum((row[0] ** 3).to(used[0]) for row in rows)
-
-        assert torch.autograd.gradcheck(cubes, original)
-        assert torch.autograd.gradgradcheck(cubes, original)
-
-    def test_by_autograd_grad_fill_no_grad(self, devices):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        (row,) = make_bucket(originals, used).refresh(originals, [0])
-        (grad,) = torch.autograd.grad(row[0].sum(), originals)
-        assert grad.tolist() == [1, 1]
-        assert originals[0].grad is None
-
-    def test_a_bucket_in_a_graph_can_be_freed(self):
-        used = [torch.device("cpu")] * 2
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        loss = bucket.refresh(originals, [0])[0][0].sum()
-        del bucket
-        loss.backward()
-        assert originals[0].grad.tolist() == [1, 1]
-
 
 class TestModes:
-    def test_without_recording_copies_are_connected_but_operations_are_not(self, devices):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        with torch.no_grad():
-            ((copy,),) = make_bucket(originals, used).refresh(originals, [0])
-            assert not (copy * 2).requires_grad
-        assert copy.requires_grad
-        assert not copy.is_leaf
-
-    def test_inference_first_then_training(self, devices):
-        used = devices(2)
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        with torch.inference_mode():
-            ((copy,),) = bucket.refresh(originals, [0])
-            assert (copy * 2).is_inference()
-        assert not copy.is_inference()
-        with torch.no_grad():
-            originals[0].fill_(3)
-        ((copy,),) = bucket.refresh(originals, [0])
-        (copy**2).sum().backward()
-        assert originals[0].grad.tolist() == [6, 6]
-
     def test_originals_made_in_inference_mode(self, devices):
         used = devices(2)
         with torch.inference_mode():
@@ -337,39 +189,8 @@ class TestModes:
             ((copy,),) = bucket.refresh(originals, [0])
         assert copy.tolist() == [5, 5]
 
-    def test_refresh_leaves_the_mode_alone(self):
-        used = [torch.device("cpu")] * 2
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        with torch.inference_mode():
-            bucket.refresh(originals, [0])
-            assert torch.is_inference_mode_enabled()
-        bucket.refresh(originals, [0])
-        assert torch.is_grad_enabled()
-
 
 class TestBroadcastTensor:
-    def test_first_keeps_the_tensor_itself(self, devices):
-        used = devices(3)
-        x = torch.ones(2, device=used[0])
-        copies = broadcast_tensor(x, used)
-        assert copies[0] is x
-        assert [c.device for c in copies] == used
-        assert len({c.data_ptr() for c in copies}) == len(used)
-
-    def test_gradients_are_added_in_order(self, devices):
-        used = devices(3)
-        x = torch.ones(2, device=used[0], requires_grad=True)
-        copies = broadcast_tensor(x, used)
-        sum(((i + 1) * c.sum()).to(used[0]) for i, c in enumerate(copies)).backward()
-        assert x.grad.tolist() == [sum(range(1, len(used) + 1))] * 2
-
-    def test_gradient_of_a_single_part(self, devices):
-        used = devices(3)
-        x = torch.ones(2, device=used[0], requires_grad=True)
-        broadcast_tensor(x, used)[-1].sum().backward()
-        assert x.grad.tolist() == [1, 1]
-
     def test_writing_into_one_copy_changes_no_other(self, devices):
         used = devices(3)
         leaf = torch.ones(2, device=used[0], requires_grad=True)
@@ -378,16 +199,6 @@ class TestBroadcastTensor:
         assert [c.tolist() for c in copies] == [[5, 5] if i == 1 else [1, 1] for i in range(len(used))]
         sum(c.sum().to(used[0]) for c in copies).backward()
         assert leaf.grad.tolist() == [5 + len(used) - 1] * 2
-
-    def test_second_derivative(self, devices):
-        used = devices(3)
-        x = torch.randn(2, dtype=torch.float64, device=used[0], requires_grad=True)
-
-        def cubes(x):
-            return sum((c**3).to(used[0]) for c in broadcast_tensor(x, used))
-
-        assert torch.autograd.gradcheck(cubes, x)
-        assert torch.autograd.gradgradcheck(cubes, x)
 
 
 sizes = st.lists(st.integers(0, 40), max_size=12)
@@ -404,14 +215,6 @@ class TestGroup:
             assert len({tensors[i].dtype for i in members}) == 1
             assert len(members) == 1 or sum(tensors[i].nbytes for i in members) <= limit
 
-    def test_fills_groups_up_to_the_limit(self):
-        tensors = [torch.empty(n, dtype=torch.uint8) for n in (4, 6, 1, 10, 11, 0)]
-        assert group_tensors(tensors, lambda t: t.dtype, 10) == [[0, 1], [2], [3], [4], [5]]
-
-    def test_keys_fill_side_by_side(self):
-        tensors = [torch.empty(1), torch.empty(1).double(), torch.empty(1), torch.empty(1).double()]
-        assert group_tensors(tensors, lambda t: t.dtype, 100) == [[0, 2], [1, 3]]
-
 
 @gpu_only
 def test_streams_of_the_forward_are_current_again(devices):
@@ -423,9 +226,3 @@ def test_streams_of_the_forward_are_current_again(devices):
     with streams.current():
         assert torch.cuda.current_stream(device) == side
     assert torch.cuda.current_stream(device) != side
-
-
-def test_streams_of_the_cpu_are_nothing():
-    with warnings.catch_warnings(), Streams(torch.device("cpu")).current():
-        warnings.simplefilter("error")
-        assert not torch.cuda.is_initialized()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, plan_buckets
+from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.buckets.sizes import NUM_UPDATE_BUCKETS, UPDATE_BYTES, update_bucket_bytes
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
@@ -36,14 +36,6 @@ def test_pieces_say_where_their_elements_are(shapes, num_chunks):
                 memory = flat.narrow(0, slot.start, slot.numel)
                 expected = memory[piece.offset : piece.offset + piece.numel]
                 assert part[piece.start : piece.start + piece.numel].equal(expected)
-
-
-def test_the_last_parameters_come_first_and_each_begins_a_block():
-    params = [torch.zeros(3), torch.zeros(2, 5), torch.zeros(BLOCK_NUMEL + 1)]
-    (plan,) = plan_buckets(params, 2)
-    assert [slot.index for slot in plan.slots] == [2, 1, 0]
-    assert [slot.start for slot in plan.slots] == [0, 2 * BLOCK_NUMEL, 3 * BLOCK_NUMEL]
-    assert plan.chunk_numel == 2 * BLOCK_NUMEL
 
 
 def test_buckets_hold_one_dtype_and_are_closed_at_a_size():

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -70,6 +71,18 @@ def test_other_batches(recording: Devices) -> None:
             train(model, optimizer, found, rows=rows)
 
     check(recording, scenario)
+
+
+def test_an_output_is_let_go_before_its_loss(recording: Devices) -> None:
+    """A language model's logits would be hundreds of megabytes, in every step before the recording."""
+    used = recording(1)
+    model = everygpu.DataParallel(nn.Linear(6, 5).to(used[0]), used, engine="graphs")
+    output = model(torch.randn(4, 6))
+    memory = weakref.ref(output.untyped_storage())
+    loss = output.tanh().sum()  # which keeps its own result, not the output
+    del output
+    assert memory() is None
+    loss.backward()
 
 
 def test_structures(recording: Devices) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tests.parallel.programs.engines import SETUPS, check_seeds
+from tests.parallel.programs.run import SETUPS, check_seeds
 
 
 def main() -> None:

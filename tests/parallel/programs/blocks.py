@@ -14,13 +14,23 @@ import everygpu
 WIDTH = 6
 
 
+class Layer(nn.Module):
+    """Has a layer, and runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x))
+
+
 class Tied(nn.Module):
     """Two layers with one weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode = nn.Linear(WIDTH, WIDTH)
-        self.decode = nn.Linear(WIDTH, WIDTH)
+        self.encode, self.decode = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.decode.weight = self.encode.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,14 +91,13 @@ class SynchronizedNorm(nn.Module):
         return self.norm(x.movedim(-1, 1)).movedim(1, -1)
 
 
-class Counter(nn.Module):
+class Counter(Layer):
     """Counts its calls in training, in a buffer and in an attribute, and computes with both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
         self.calls = 0
-        self.lin = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -97,13 +106,12 @@ class Counter(nn.Module):
         return self.lin(x) / (1 + 0.1 * self.calls + 0.01 * self.num_calls)
 
 
-class RunningMean(nn.Module):
+class RunningMean(Layer):
     """Subtracts a running mean of earlier batches: ``buffers="mean"`` makes it that of all rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.lin = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.lin(x - self.mean.clone())
@@ -112,7 +120,7 @@ class RunningMean(nn.Module):
         return out
 
 
-class Tempered(nn.Module):
+class Tempered(Layer):
     """Computes with attributes that the loop changes, a number, a flag and a list; one layer takes no part."""
 
     def __init__(self) -> None:
@@ -120,7 +128,6 @@ class Tempered(nn.Module):
         self.temperature = 1.0
         self.mode = "sum"
         self.gains = [1.0, 0.5]
-        self.lin = nn.Linear(WIDTH, WIDTH)
         self.other = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,12 +136,11 @@ class Tempered(nn.Module):
         return x * torch.tanh(self.other(x)) * self.gains[-1]
 
 
-class Hooked(nn.Module):
+class Hooked(Layer):
     """Has hooks on its layer that are its own methods, and keeps what they saw until its forward is over."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.randn(WIDTH))
         self.seen: list[Tensor] = []
         self.lin.register_forward_pre_hook(self._before)
@@ -176,23 +182,15 @@ class _Reversal(torch.autograd.Function):
         return -ctx.scale * grad, None
 
 
-class Reversed(nn.Module):
+class Reversed(Layer):
     """Reverses gradients by an autograd function of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.lin(_Reversal.apply(x, 0.5)))
 
 
-class InPlace(nn.Module):
+class InPlace(Layer):
     """Writes into its activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.lin(x)
@@ -217,12 +215,11 @@ class Experts(nn.Module):
         return out
 
 
-class Called(nn.Module):
+class Called(Layer):
     """Calls its layer with weights that it computes: ``torch.func.functional_call``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
         self.log_scale = nn.Parameter(torch.zeros(WIDTH, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,12 +251,8 @@ class Recurrent(nn.Module):
         return x + self.rnn(x)[0]
 
 
-class Moving(nn.Module):
+class Moving(Layer):
     """Moves its weights in forward, as recurrent layers do on GPUs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for p in self.lin.parameters():
@@ -267,12 +260,11 @@ class Moving(nn.Module):
         return torch.tanh(self.lin(x))
 
 
-class Averaged(nn.Module):
+class Averaged(Layer):
     """Has a frozen average of its layer, which the loop writes after each update."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
         self.mean = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -285,18 +277,19 @@ class Averaged(nn.Module):
             (mean if is_counted else mean.data).lerp_(p, 0.3)
 
 
-def _tanh(layer: nn.Module) -> nn.Module:
-    return nn.Sequential(layer, nn.Tanh())
+def normed(change: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    """Make a block of a layer whose weight is computed anew for each forward."""
+    return lambda: nn.Sequential(change(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: _tanh(nn.Linear(WIDTH, WIDTH)),
+    "linear": Layer,
     "residual": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()),
     "tied": Tied,
     "shared": Shared,
-    "weight norm": lambda: _tanh(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
-    "spectral norm": lambda: _tanh(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-    "orthogonal": lambda: _tanh(parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))),
+    "weight norm": normed(parametrizations.weight_norm),
+    "spectral norm": normed(parametrizations.spectral_norm),
+    "orthogonal": normed(parametrizations.orthogonal),
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "reentrant checkpoint": lambda: Checkpointed(use_reentrant=True),
     "frozen norm": FrozenNorm,

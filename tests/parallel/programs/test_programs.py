@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.programs import program as drawing
 from tests.parallel.programs.blocks import BLOCKS
-from tests.parallel.programs.engines import NUM_PROGRAMS, SETUPS, check_seeds
-from tests.parallel.programs.loops import LOOPS
 from tests.parallel.programs.network import CALLS, STEMS
-from tests.parallel.programs.program import CELLS, EVENTS, KINDS, LOSSES, OPTIMIZERS, draw_program
-from tests.parallel.programs.run import differences, run_program
+from tests.parallel.programs.program import CELLS, KINDS, LOSSES, OPTIMIZERS, draw_program
+from tests.parallel.programs.run import NUM_PROGRAMS, SETUPS, check_seeds, differences, run_program
+from tests.parallel.programs.training import EVENTS, LOOPS
 
 CPU = torch.device("cpu")
 GROUP = 20
@@ -54,7 +52,6 @@ def test_every_feature_is_drawn() -> None:
     }
     named = {*BLOCKS, *LOOPS, *EVENTS, *CALLS, *STEMS, *CELLS, *KINDS, *LOSSES, *OPTIMIZERS, *flags}
     assert {name: found[name] for name in sorted(named) if found[name] < 4} == {}
-    assert set(drawing.LOOPS) == set(LOOPS)
 
 
 def spoil_outputs(module: nn.Module) -> None:

@@ -75,15 +75,6 @@ def replica_of(net):
 
 
 class TestFollowing:
-    def test_replica_is_of_the_same_class_with_its_own_tables(self):
-        net = Net()
-        replica = replica_of(net)
-        assert type(replica) is Net
-        assert type(replica.inner) is nn.Linear
-        assert replica.inner is not net.inner
-        assert replica.inner.weight is not net.inner.weight
-        assert vars(replica).keys() == vars(net).keys()
-
     def test_attributes_added_changed_and_deleted(self):
         pairing = Pairing(Net())
         net = pairing.net
@@ -92,12 +83,6 @@ class TestFollowing:
         replica = pairing.update()
         assert (replica.new, replica.number) == ("new", 7)
         assert not hasattr(replica, "flags")
-
-    def test_what_the_replica_did_to_itself_is_undone_at_the_next_change(self):
-        pairing = Pairing(Net())
-        pairing.replica.only_here = 1
-        pairing.net.number = 9
-        assert not hasattr(pairing.update(), "only_here")
 
     def test_nested_containers_are_the_originals_again_at_the_next_update(self):
         pairing = Pairing(Net())
@@ -136,14 +121,6 @@ class TestFollowing:
         replica = pairing.update()
         assert (replica.inner.note, replica.names) == (8, ["a", "b", "c"])
 
-    def test_containers_are_not_shared(self):
-        net = Net()
-        replica = replica_of(net)
-        replica.flags["on"] = False
-        replica.names.append("c")
-        replica.marks.add(3)
-        assert (net.flags["on"], net.names, net.marks) == (True, ["a", "b"], {1, 2})
-
     def test_a_container_of_two_modules_stays_one(self):
         net = Net()
         net.names = net.inner.names = ["a"]
@@ -156,16 +133,6 @@ class TestFollowing:
             assert replica.names is not net.names
             assert replica.number is replica.inner.other
             pairing.replica.names.append("b")
-
-    def test_class_without_a_plain_constructor(self):
-        class Strict(nn.Module):
-            def __init__(self, must, have):
-                super().__init__()
-
-            def __copy__(self):
-                raise AssertionError
-
-        assert type(replica_of(Strict(1, 2))) is Strict
 
     def test_shared_module_is_shared_in_the_replica(self):
         layer = nn.Linear(1, 1)
@@ -225,23 +192,6 @@ class TestTranslation:
         assert replica.held["closure"]() is replica.weight
         assert replica.held["weak"]() is replica.running_mean
 
-    def test_plain_tensor_is_copied_to_the_device(self):
-        net = Net()
-        net.held = [torch.ones(2)]
-        net.alone = torch.ones(2)
-        replica = replica_of(net)
-        assert replica.held[0].equal(net.held[0])
-        assert replica.held[0].data_ptr() != net.held[0].data_ptr()
-        replica.alone.fill_(7)
-        assert net.alone.tolist() == [1, 1]
-
-    def test_plain_tensor_in_a_graph_stays_connected(self):
-        net = Net()
-        leaf = torch.ones(2, requires_grad=True)
-        net.held = leaf * 2
-        replica_of(net).held.sum().backward()
-        assert leaf.grad.tolist() == [2, 2]
-
     def test_module_of_another_tree_is_left_alone(self):
         net, other = Net(), nn.Linear(1, 1)
         net.__dict__["teacher"] = other
@@ -268,107 +218,14 @@ class TestTranslation:
             assert pairing.replica.listed[0] is net.listed[0]
             pairing.update()
 
-    def test_function_without_ties_to_the_tree_is_shared(self):
-        net, scale = Net(), 3
-        net.function = lambda x: x * scale
-        assert replica_of(net).function is net.function
-
-    def test_structure_that_contains_itself(self):
-        net = Net()
-        loop = [net.inner]
-        loop.append(loop)
-        net.loop = loop
-        net.table = {"net": net}
-        net.table["table"] = net.table
-        replica = replica_of(net)
-        assert replica.loop[0] is replica.inner
-        assert replica.table["net"] is replica
-
-    def test_closure_that_refers_to_itself(self):
-        net = Net()
-
-        def countdown(n):
-            return net.inner if n == 0 else countdown(n - 1)
-
-        net.countdown = countdown
-        assert replica_of(net).countdown(0) is not net.inner
-
-    def test_wrapped_function_keeps_what_it_is(self):
-        net = Net()
-        old = net.inner.forward
-
-        def forward(x, scale=2, *, shift=1):
-            """Shifted."""
-            return old(x) * scale + shift
-
-        forward.label = "patched"
-        net.inner.forward = forward
-        replica = replica_of(net)
-        patched = replica.inner.forward
-        assert patched is not forward
-        assert (patched.__doc__, patched.__name__, patched.label) == ("Shifted.", "forward", "patched")
-        with torch.no_grad():
-            net.inner.weight.zero_()
-            net.inner.bias.zero_()
-        x = torch.ones(1, 2)
-        torch.testing.assert_close(patched(x), nn.Linear.forward(replica.inner, x) * 2 + 1)
-        assert not torch.equal(patched(x), forward(x))
-
-    def test_unfilled_cell(self):
-        net = Net()
-
-        def make():
-            def use():
-                return net.inner, later
-
-            net.use = use
-            replica = replica_of(net)
-            later = 1
-            return replica, later
-
-        replica, _ = make()
-        assert replica.use.__closure__ is not None
-
-    def test_dead_weakref(self):
-        net = Net()
-        net.gone = weakref.ref(nn.Linear(1, 1))
-        assert net.gone() is None
-        assert replica_of(net).gone() is None
-
-    def test_hooks_get_the_replicas_module(self):
-        net = Net()
-        seen = set()
-        net.inner.register_forward_hook(lambda module, *_: seen.add(id(module)))
-        replica = replica_of(net)
-        hook = next(iter(replica.inner._forward_hooks.values()))
-        assert replica.inner._forward_hooks is not net.inner._forward_hooks
-        hook(replica.inner, None, None)
-
 
 class TestSharedWithFunctions:
     """A patched forward or a hook keeps what it was given: lists it fills, settings read from a dict."""
-
-    def test_list_that_a_hook_fills(self):
-        net, seen = Net(), []
-        net.inner.register_forward_hook(lambda *_: seen.append(torch.ones(2)))
-        pairing = Pairing(net)
-        for _ in range(3):
-            next(iter(pairing.update().inner._forward_hooks.values()))(None, None, None)
-        assert len(seen) == 3
 
     def test_settings_that_a_patched_forward_reads(self):
         net, settings = Net(), {"scale": 1}
         old = net.inner.forward
         net.inner.forward = lambda x: old(x) * settings["scale"]
-        pairing = Pairing(net)
-        x = torch.ones(1, 2)
-        before = pairing.replica.inner.forward(x)
-        settings["scale"] = 3
-        torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
-
-    def test_settings_given_to_a_partial(self):
-        net, settings = Net(), {"scale": 1}
-        net.inner.forward = functools.partial(lambda s, old, x: old(x) * s["scale"], settings, net.inner.forward)
         pairing = Pairing(net)
         x = torch.ones(1, 2)
         before = pairing.replica.inner.forward(x)

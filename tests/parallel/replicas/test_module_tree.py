@@ -60,47 +60,30 @@ def test_module_without_tensors():
     assert layout.is_current()
 
 
-def assign_parameter(net):
-    net.encode.bias = nn.Parameter(torch.full((3,), 7.0))
+def retie(net, weight):
+    net.encode.weight = net.decode.weight = weight
 
 
-def assign_buffer(net):
-    net.scale = torch.full((1,), 7.0)
-
-
-def write_in_place(net):
+def no_grad(change):
     with torch.no_grad():
-        net.encode.weight.mul_(2)
-    net.scale.data.add_(1)
-
-
-def load(net):
-    net.load_state_dict(Net().state_dict())
-
-
-def load_by_assignment(net):
-    net.load_state_dict(Net().state_dict(), assign=True)
-    net.decode.weight = net.encode.weight
-
-
-def set_an_attribute(net):
-    net.encode.note = "new"
-    net.eval()
-
-
-def give_data(net):
-    net.encode.bias.data = torch.zeros(3)
-
-
-def assign_tied(net):
-    net.encode.weight = net.decode.weight = nn.Parameter(torch.zeros(3, 3))
+        change()
 
 
 @pytest.mark.parametrize(
     "change",
-    [assign_parameter, assign_buffer, write_in_place, load, load_by_assignment, set_an_attribute, give_data,
-     assign_tied],
-)  # fmt: skip
+    [
+        lambda net: setattr(net.encode, "bias", nn.Parameter(torch.full((3,), 7.0))),
+        lambda net: setattr(net, "scale", torch.full((1,), 7.0)),
+        lambda net: no_grad(lambda: net.encode.weight.mul_(2)),
+        lambda net: net.scale.data.add_(1),
+        lambda net: net.load_state_dict(Net().state_dict()),
+        lambda net: setattr(net.encode, "note", "new"),
+        lambda net: net.eval(),
+        lambda net: setattr(net.encode.bias, "data", torch.zeros(3)),
+        lambda net: retie(net, nn.Parameter(torch.zeros(3, 3))),
+    ],
+    ids=["parameter", "buffer", "write", "through data", "load", "attribute", "mode", "data", "tied"],
+)
 def test_new_values_in_old_places_are_taken_on(change):
     net = Net()
     layout = ModuleTree(net)
@@ -113,83 +96,31 @@ def test_new_values_in_old_places_are_taken_on(change):
         assert table[key] is (None if index is None else layout.tensors[index])
 
 
-def add_module(net):
-    net.encode.extra = nn.Linear(1, 1)
-
-
-def replace_module(net):
-    net.norm = nn.BatchNorm1d(3)
-
-
-def remove_module(net):
-    del net.again
-
-
-def replace_children(net):
-    net._modules = {**net._modules, "more": nn.Identity()}
-
-
-def add_parameter(net):
-    net.encode.gain = nn.Parameter(torch.ones(1))
-
-
-def add_buffer(net):
-    net.register_buffer("shift", torch.ones(1))
-
-
-def fill_empty_parameter(net):
-    net.empty = nn.Parameter(torch.ones(1))
-
-
-def empty_a_parameter(net):
-    net.encode.bias = None
-
-
-def untie(net):
-    net.decode.weight = nn.Parameter(net.decode.weight.detach().clone())
-
-
-def tie(net):
-    net.norm.weight = net.norm.bias
-
-
-def reshape(net):
-    net.encode.weight.data = torch.ones(4, 3)
-
-
-def change_dtype(net):
-    net.double()
-
-
-def change_strides(net):
-    net.encode.weight.data = net.encode.weight.data.t().contiguous().t()
-
-
-def freeze(net):
-    net.encode.bias.requires_grad_(False)
-
-
-def let_a_buffer_train(net):
-    net.scale.requires_grad_()
-
-
-def move(net):
-    net.to("meta")
-
-
-def register_a_parametrization(net):
-    nn.utils.parametrize.register_parametrization(net.encode, "weight", nn.Identity())
-
-
-def rename(net):
-    net._modules["encoder"] = net._modules.pop("encode")
-
-
 @pytest.mark.parametrize(
     "change",
-    [add_module, replace_module, remove_module, replace_children, add_parameter, add_buffer, fill_empty_parameter,
-     empty_a_parameter, untie, tie, reshape, change_dtype, change_strides, freeze, let_a_buffer_train, move, rename,
-     register_a_parametrization],
+    [
+        lambda net: setattr(net.encode, "extra", nn.Linear(1, 1)),
+        lambda net: setattr(net, "norm", nn.BatchNorm1d(3)),
+        lambda net: delattr(net, "again"),
+        lambda net: setattr(net, "_modules", {**net._modules, "more": nn.Identity()}),
+        lambda net: net._modules.update(encoder=net._modules.pop("encode")),
+        lambda net: setattr(net.encode, "gain", nn.Parameter(torch.ones(1))),
+        lambda net: net.register_buffer("shift", torch.ones(1)),
+        lambda net: setattr(net, "empty", nn.Parameter(torch.ones(1))),
+        lambda net: setattr(net.encode, "bias", None),
+        lambda net: setattr(net.decode, "weight", nn.Parameter(net.decode.weight.detach().clone())),
+        lambda net: setattr(net.norm, "weight", net.norm.bias),
+        lambda net: setattr(net.encode.weight, "data", torch.ones(4, 3)),
+        lambda net: setattr(net.encode.weight, "data", net.encode.weight.data.t().contiguous().t()),
+        lambda net: net.double(),
+        lambda net: net.to("meta"),
+        lambda net: net.encode.bias.requires_grad_(False),
+        lambda net: net.scale.requires_grad_(),
+        lambda net: nn.utils.parametrize.register_parametrization(net.encode, "weight", nn.Identity()),
+    ],
+    ids=["new module", "another module", "module removed", "another table", "name", "new parameter", "new buffer",
+         "parameter where none was", "parameter removed", "untied", "tied", "shape", "strides", "dtype", "device",
+         "frozen", "buffer in training", "parametrization"],
 )  # fmt: skip
 def test_another_arrangement_is_noticed(change):
     net = Net()

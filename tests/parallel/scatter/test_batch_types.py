@@ -9,11 +9,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from everygpu import DataParallel, Feeder, Replicated, TrainStep, gather, register_batch, scatter
-from everygpu.errors import GatherError, OptionError, SplitError
+from everygpu.errors import OptionError, SplitError
 from everygpu.feed.dealing import slice_rows
-from everygpu.feed.tune import resize
-from everygpu.parallel.cuda_graphs.static_batch import NotStatic, describe_batch
-from everygpu.parallel.scatter.split import ScatterSpec
 
 
 class Ragged:
@@ -99,10 +96,6 @@ class TestRegistered:
         assert [s[1]["r"].lengths.tolist() for s in shards] == [[1, 4, 2, 0, 3]] * 2
         assert [s[1]["r"].values.device for s in shards] == used
 
-    def test_other_classes_in_an_output_are_an_error(self):
-        with pytest.raises(GatherError, match="Ragged from replica 0 and list from replica 1"):
-            gather([ragged(), [1]], "cpu")
-
     def test_from_the_feeder(self, devices):
         used = devices(2)
         (batch,) = list(Feeder([{"r": ragged(), "x": torch.ones(5)}], used))
@@ -112,9 +105,6 @@ class TestRegistered:
     def test_ranks_are_dealt_their_own(self):
         assert slice_rows((ragged(), torch.arange(5)), slice(1, 3), 0)[0].tolist() == ([1, 2, 3, 4, 5, 6], [4, 2])
         assert slice_rows(ragged(), slice(5, 5), 0).tolist() == ([], [])
-
-    def test_batches_of_other_sizes(self):
-        assert resize(ragged(), 7, 0).lengths.tolist() == [1, 4, 2, 0, 3, 1, 4]
 
     def test_another_number_of_parts_is_an_error(self):
         class Whole(Ragged):
@@ -135,11 +125,6 @@ class TestRegistered:
             torch.optim.SGD(module.parameters(), lr=0.0),
         )
         assert step(torch.ones(5, 1), ragged()).isfinite()
-
-    def test_a_recording_declines(self):
-        route = ScatterSpec(devices=(torch.device("cpu"),) * 2, dim=0, split="chunk")
-        with pytest.raises(NotStatic, match="Ragged"):
-            describe_batch(((ragged(),), {}, ()), route)
 
     def test_counts_before_what_a_class_is_besides(self):
         class Words(dict):
@@ -170,10 +155,6 @@ class TestOneRow:
         one, two, three = (Node(torch.tensor(i)) for i in (1, 2, 3))
         assert [node.x.item() for node in gather([[one, two], [three]], "cpu")] == [1, 2, 3]
 
-    def test_one_alone_has_no_rows(self):
-        with pytest.raises(SplitError, match=r"everygpu.register_batch.*a list with one Node per row"):
-            scatter(Node(torch.ones(2)), ["cpu"] * 2)
-
     def test_several_arguments_are_no_list(self):
         with pytest.raises(SplitError, match="the Node object"):
             DataParallel(nn.Identity(), ["cpu"] * 2)(Node(torch.ones(2)))
@@ -187,13 +168,6 @@ class TestOneRow:
 def test_what_cannot_be_registered(kind):
     with pytest.raises(OptionError, match="needs a class other than"):
         register_batch(kind)
-
-
-def test_splitting_and_joining_belong_together():
-    with pytest.raises(OptionError, match="needs both split and join"):
-        register_batch(Node, split=lambda batch, rows: [batch])
-    with pytest.raises(OptionError, match="needs both split and join"):
-        register_batch(Node, join=lambda parts: parts[0])
 
 
 class Recurrent(nn.Module):

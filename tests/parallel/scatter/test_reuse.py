@@ -58,21 +58,6 @@ class TestInPlace:
         assert [len(a) for a, _ in shards] == [len(b) for _, b in shards]
         assert gather([b for _, b in shards], used[0]).tolist() == list(range(7))
 
-    @pytest.mark.parametrize(("rows", "count"), [(10, 8), (2, 5), (1, 3)])
-    def test_fewer_shards_than_devices(self, rows, count):
-        sizes = [len(s) for s in scatter(numbers(rows), ["cpu"] * count)]
-        x = on([CPU] * count, numbers(rows), sizes)
-        assert pointers(scatter(x, ["cpu"] * count)) == pointers(x._parts)
-
-    @pytest.mark.parametrize("dim", [1, -1])
-    def test_rows_on_another_dim(self, dim):
-        x = on([CPU] * 2, numbers(3, 4), [2, 2], dim=1)
-        assert pointers(scatter(x, ["cpu"] * 2, dim=dim)) == pointers(x._parts)
-
-    def test_a_weighted_split(self):
-        x = on([CPU] * 2, numbers(8), [6, 2])
-        assert pointers(scatter(x, ["cpu"] * 2, split=[3, 1])) == pointers(x._parts)
-
     def test_replicas_see_the_shards(self, devices):
         used = devices(2)
         model = DataParallel(Seen(), used)
@@ -98,12 +83,6 @@ class TestOtherPlans:
         shards = scatter(lay_out(data, sizes), ["cpu"] * 2)
         assert [len(s) for s in shards] == [3, 3]
         assert torch.cat(shards).equal(data)
-
-    def test_rows_on_another_dim_are_cut_again(self):
-        data = numbers(4, 6)
-        shards = scatter(lay_out(data, [2, 2], dim=0), ["cpu"] * 2, dim=1)
-        assert torch.cat(shards, 1).equal(data)
-        assert [tuple(s.shape) for s in shards] == [(4, 3), (4, 3)]
 
     def test_shards_of_a_joined_batch_are_old(self):
         data = numbers(4, 2)
@@ -183,17 +162,3 @@ class TestWriting:
         out = model(x)
         x.add_(1)
         assert gather(out).tolist() == [0] * 4
-
-
-def test_inference_mode():
-    model = DataParallel(Mlp(), ["cpu"] * 2)
-    with torch.inference_mode():
-        x = on([CPU] * 2, torch.ones(4, 3), [2, 2])
-        assert len(model(x)) == 4
-
-
-def test_autocast_and_no_grad():
-    model = DataParallel(Mlp(), ["cpu"] * 2)
-    x = on([CPU] * 2, torch.ones(4, 3), [2, 2])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert model(x).dtype is torch.bfloat16

@@ -6,8 +6,6 @@ from torch import nn
 
 from everygpu import DataParallel, Rows, gather, scatter
 from everygpu.errors import GatherError, SplitError
-from everygpu.parallel.cuda_graphs.static_batch import NotStatic, describe_batch
-from everygpu.parallel.scatter.split import ScatterSpec
 
 WORDS = ["a", "b", "c", "d", "e"]
 
@@ -52,15 +50,6 @@ class TestInputs:
         sum((i + 1) * row.sum().to(used[0]) for i, s in enumerate(scatter(rows, used)) for row in s).backward()
         assert [row.grad.tolist() for row in rows] == [[1], [1, 1], [2, 2, 2]]
 
-    @pytest.mark.parametrize("dim", [0, 1, -1])
-    def test_whatever_the_dim(self, dim):
-        first, second = scatter({"x": torch.ones(5, 5), "words": Rows(WORDS)}, ["cpu"] * 2, dim)
-        assert (first["words"], second["words"]) == (WORDS[:3], WORDS[3:])
-        assert first["x"].shape[dim] == 3
-
-    def test_more_devices_than_items(self):
-        assert scatter(Rows(["a", "b"]), ["cpu"] * 4) == [["a"], ["b"]]
-
     def test_none_make_one_empty_shard(self):
         (shard,) = scatter({"words": Rows(), "x": torch.ones(0, 2)}, ["cpu"] * 3)
         assert shard["words"] == []
@@ -70,21 +59,8 @@ class TestInputs:
         with pytest.raises(SplitError, match=r"got 4 in args\[0\] and 5 in args\[1\]"):
             scatter((torch.ones(4), Rows(WORDS)), ["cpu"] * 2)
 
-    def test_a_recording_declines(self):
-        route = ScatterSpec(devices=(torch.device("cpu"),) * 2, dim=0, split="chunk")
-        with pytest.raises(NotStatic, match="Rows"):
-            describe_batch(((Rows(WORDS),), {}, ()), route)
-
 
 class TestOutputs:
-    def test_are_joined_in_order(self, devices):
-        used = devices(2)
-        outputs = [Rows({"box": torch.ones(i, device=d)} for i in ns) for d, ns in zip(used, [(1, 2), (3,)])]
-        joined = gather(outputs, used[0])
-        assert type(joined) is Rows
-        assert [len(row["box"]) for row in joined] == [1, 2, 3]
-        assert {row["box"].device for row in joined} == {used[0]}
-
     def test_tensors_on_the_cpu_stay_there(self, devices):
         used = devices(2)
         joined = gather([Rows([torch.ones(1)]), Rows([torch.ones(2)])], used[0])

@@ -5,11 +5,9 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-import everygpu
-from everygpu.errors import GatherError, OptionError
+from everygpu.errors import GatherError
 from everygpu.parallel.sharded.batch import has_shards
 from tests.parallel.batches import Rows, assert_same_call, lay_out, numbers
 from tests.parallel.sharded.uses import C, labels, ones
@@ -51,13 +49,6 @@ class TestShards:
     def test_data_is_not_set(self) -> None:
         with pytest.raises(GatherError, match="everygpu.gather"):
             lay_out(numbers(4, 2), [3, 1]).data = ones(4, 2)
-
-    def test_gather_joins_on_purpose(self) -> None:
-        batch = lay_out(numbers(4, 2), [3, 1])
-        assert type(everygpu.gather(batch)) is Tensor
-        assert type(everygpu.gather({"out": [batch]})["out"][0]) is Tensor
-        with pytest.raises(OptionError, match="target_device"):
-            everygpu.gather([ones(2)])
 
 
 @pytest.mark.filterwarnings("ignore")

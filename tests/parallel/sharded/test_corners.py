@@ -11,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.parallel.sharded.rules import call_on_parts
 from everygpu.torch_private.modes import without_torch_function
 from tests.parallel.batches import Rows, assert_same_call, lay_out, numbers
@@ -43,7 +42,6 @@ DROPPED: list[Callable[[Tensor], Any]] = [
     lambda x: F.l1_loss(x, x.detach() * 2, weight=numbers(*x.shape)),
     lambda x: F.l1_loss(x, x.detach() * 2, reduction="sum", weight=numbers(*x.shape)),
     lambda x: F.l1_loss(x, x.detach() * 2),
-    lambda x: written(torch.chain_matmul, x.detach(), ones(C, 3), out=torch.zeros(len(x), 3, dtype=x.dtype)),
     lambda x: written(torch.linalg.matrix_rank, x.detach(), out=torch.zeros((), dtype=torch.int64)),
     lambda x: ones(*x.shape).map_(x.detach(), lambda a, b: a + b),
     lambda x: x.detach().clone().map_(ones(*x.shape), lambda a, b: a + b),
@@ -56,35 +54,9 @@ class TestOtherLayouts(Use):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:.*chain_matmul", "ignore:.*dim_order")
 @pytest.mark.parametrize("use", DROPPED)
 class TestArgumentsThatTorchDrops(Use):
     pass
-
-
-RESHAPED: list[Callable[[Tensor], Any]] = [
-    lambda x: F.linear(ones(C), x),
-    lambda x: ones(C) @ x.t(),
-    lambda x: (x * 2).unsqueeze_(1),
-    lambda x: (x * 2).t_().sum(0),
-    lambda x: (x * 2).unsqueeze_(0).mul_(2).squeeze_(0),
-]
-"""torch's own functions reshape what they have just made in place."""
-
-
-@pytest.mark.parametrize("use", RESHAPED)
-class TestReshaping(Use):
-    pass
-
-
-@pytest.mark.parametrize("make", RESHAPED)
-@pytest.mark.parametrize("sizes", [[3, 1], [2, 0, 2], [1, 1]])
-def test_shards_are_those_of_the_new_shape(make: Callable[[Tensor], Any], sizes: list[int]) -> None:
-    whole = numbers(sum(sizes), C)
-    expected, batch = make(whole * 1), make(lay_out(whole * 1, sizes))
-    assert isinstance(batch, ShardedBatch)
-    assert len(batch.shards) == len(sizes)
-    torch.testing.assert_close(torch.cat([s.detach() for s in batch.shards], batch.shard_dim), expected.detach())
 
 
 def test_statistics_that_are_written_without_a_word_are_those_of_the_shards() -> None:

@@ -32,9 +32,17 @@ KEEPING: list[Callable[[Tensor], Any]] = [
     lambda x: x.reshape(-1, 1),
     lambda x: x[:],
     lambda x: x[None],
-    lambda x: torch.cat([x.reshape(-1), x.reshape(-1) * 3]),
     lambda x: x.clone().detach_().add_(1) * x,
     lambda x: torch.where(x > 0.5, x, x.float().double() * 3),
+    lambda x: torch.stack([x.reshape(-1)] * 2).sum(0),
+    lambda x: torch.stack([x.reshape(-1)] * 2, 1)[:, 0],
+    lambda x: x * torch.full_like(x, 2.0),
+    lambda x: x.float_power(2).sqrt() + x.data,
+    lambda x: copy.deepcopy(x.detach()) * x,
+    lambda x: x.cpu().to("cpu").div(0.5),
+    lambda x: torch.zeros_like(x).copy_(x),
+    lambda x: str(x) and x,
+    lambda x: join(x).sum().item() and x if isinstance(x, ShardedBatch) else x,
 ]
 
 
@@ -88,46 +96,6 @@ class TestResultsPerReplica:
             torch.testing.assert_close(result.item(), expected)
             torch.testing.assert_close([e.grad.item() for e in entries], [n / sum(rows) for n in rows])
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda x: x * 2,
-            lambda x: x.mul_(2),
-            lambda x: 2 * x.float().double(),
-            lambda x: x.unsqueeze(1).squeeze(1) * 2,
-            lambda x: x.view(-1) + x,
-            lambda x: torch.stack([x, x]).sum(0),
-            lambda x: torch.stack([x * 2, x * 2]),
-            lambda x: x.detach() * 2,
-            lambda x: x.clone().div_(0.5),
-            lambda x: x[:] * 2,
-            lambda x: x[0:3, None][...] * 2,
-            lambda x: x.reshape(3, 1).flatten() * 2,
-            lambda x: torch.stack([x * 2, x * 2], 1),
-            lambda x: torch.cat([x]) * 2,
-            lambda x: torch.cat([x, x * 2, x * 3]),
-            lambda x: x * torch.full((3,), 2.0),
-            lambda x: torch.erfinv(torch.erf(x.detach())) * 2,
-            lambda x: torch.where(x > 0, 2 * x, 0).clamp(max=torch.full((3,), 9.0)),
-            lambda x: x.float_power(2).sqrt().data * 2,
-            lambda x: copy.deepcopy(x.detach()) * 2,
-            lambda x: x.cpu().to("cpu") * 2,
-            lambda x: torch.zeros_like(x).copy_(x) * 2,
-        ],
-    )
-    @pytest.mark.parametrize("look", LOOKS)
-    def test_weights_stay_with_what_is_computed(
-        self, change: Callable[[Tensor], Tensor], look: Callable[[Tensor], Any]
-    ) -> None:
-        x, entries = self.batch([1.0, 2.0, 4.0], [3, 2, 1])
-        losses = x * 1
-        look(losses)
-        mean = change(losses).mean()
-        torch.testing.assert_close(mean.item(), 2 * 11 / 6)
-        if mean.requires_grad:
-            mean.backward()
-            torch.testing.assert_close([e.grad.item() for e in entries], [1.0, 2 / 3, 1 / 3])
-
     @pytest.mark.parametrize("look", LOOKS)
     def test_means_that_weigh(self, look: Callable[[Tensor], Any]) -> None:
         x, _ = self.batch([1.0, 2.0, 4.0], [3, 2, 1])
@@ -155,14 +123,6 @@ class TestResultsPerReplica:
             gradients.append([e.grad.item() for e in entries[:2]])
         torch.testing.assert_close(gradients[0], gradients[1])
 
-    def test_results_of_several_calls_weigh_by_all_rows(self) -> None:
-        x, entries = self.batch([1.0, 2.0], [3, 1])
-        y, others = self.batch([5.0], [4])
-        mean = torch.cat([x, y]).mean()
-        mean.backward()
-        assert mean.item() == (3 + 2 + 20) / 8
-        assert [e.grad.item() for e in entries + others] == [3 / 8, 1 / 8, 1 / 2]
-
     def test_weights_move_to_another_device(self) -> None:
         x, _ = self.batch([1.0, 2.0], [3, 1])
         assert x.to("meta").shard_rows == (3, 1)
@@ -180,6 +140,7 @@ class TestResultsPerReplica:
             lambda x: x.sort()[0],
             lambda x: torch.stack([*x]),
             lambda x: torch.cat([x, ones(1)]),
+            lambda x: torch.cat([x, x]),
             lambda x: pickle.loads(pickle.dumps(x.detach())),
             lambda x: x.as_subclass(Tensor),
         ],
@@ -188,25 +149,11 @@ class TestResultsPerReplica:
         x, _ = self.batch([1.0, 2.0], [3, 1])
         assert type(use(x)) is Tensor
 
-    def test_weights_outlive_a_write(self) -> None:
-        x, _ = self.batch([1.0, 2.0, 4.0], [3, 2, 1])
-        y = x * 1
-        y[0] = 7
-        torch.testing.assert_close(y.mean().item(), (21 + 4 + 4) / 6)
-
     def test_a_replica_without_rows_counts_for_nothing(self) -> None:
         x, entries = self.batch([1.0, float("nan")], [3, 0])
         x.mean().backward()
         assert x.mean().item() == 1
         assert [e.grad.item() for e in entries] == [1, 0]
-
-    def test_others_do_not_weigh(self) -> None:
-        x, _ = self.batch([1.0, 2.0], [3, 1])
-        assert x.sum().item() == 3
-        assert x.tolist() == [1, 2]
-        assert join(x).mean().item() == 1.5
-        assert x.std().item() == pytest.approx(0.5**0.5)
-        assert x.shard_rows == (3, 1)
 
     def test_in_half_precision(self) -> None:
         x = shard_batch([torch.tensor([60000.0]).half(), torch.tensor([60000.0]).half()], CPU, 0, [5, 3])

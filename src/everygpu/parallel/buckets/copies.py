@@ -11,10 +11,7 @@ from everygpu import comm
 
 
 def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Give every device a copy of its own; the first keeps ``x`` itself if it is there already.
-
-    Gradients are added up in the order of ``devices``.
-    """
+    """Give every device a copy, the first ``x`` itself if it is there; gradients are summed in their order."""
     with keep_requires_grad(x):
         if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
             # Autograd runs a node where its first output is.
@@ -23,12 +20,11 @@ def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]
         return [comm.copy(x, device, fresh=i > 0) for i, device in enumerate(devices)]
 
 
-@contextmanager
-def keep_requires_grad(x: Tensor) -> Iterator[None]:
+def keep_requires_grad(x: Tensor) -> torch.set_grad_enabled:
     """Record what is made of an input that takes a gradient, also under ``no_grad``: the parts take one too."""
-    record = torch.is_grad_enabled() or (x.requires_grad and not torch.is_inference_mode_enabled())
-    with torch.set_grad_enabled(record):
-        yield
+    return torch.set_grad_enabled(
+        torch.is_grad_enabled() or (x.requires_grad and not torch.is_inference_mode_enabled())
+    )
 
 
 class _Copies(torch.autograd.Function):

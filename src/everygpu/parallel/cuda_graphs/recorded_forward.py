@@ -119,6 +119,7 @@ class RecordedForward(Recordable[PerReplica]):
         used: set[int] = set()
         backwards: set[int] = set()
         indices = itertools.count()
+        are_several = num > len(outputs)
 
         def note(i: int) -> None:
             used.add(i)
@@ -129,7 +130,7 @@ class RecordedForward(Recordable[PerReplica]):
                 self._refused = self._refused or DIFFERENTIATED_AGAIN
 
         def on_watch() -> None:
-            if num > len(outputs):
+            if are_several:
                 self.refuse(OUTPUTS_WATCHED)
 
         def alias(x: Any) -> Any:

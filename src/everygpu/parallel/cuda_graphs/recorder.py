@@ -294,7 +294,8 @@ class Capture(Generic[Result]):
             return _Recording(batch=held, graph=graph, recorded=recorded)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "
-            failure = f"{kind}{(str(error).splitlines() or [''])[0]}"
+            line = (str(error).splitlines() or [""])[0]
+            failure = f"{kind}{line.removeprefix('DataParallel: ').rstrip('.')}"
         if graph.has_replaced_generators:
             self._recordings.clear()
         # Once more, without the graph of autograd that the exception held.

@@ -233,11 +233,7 @@ class Bucket:
         return self._wait is not None
 
     def finish(self, kinds: Iterator[float]) -> None:
-        """Give the sums to the parameters; one that no rank has a gradient for keeps what it had.
-
-        Args:
-            kinds: Has next the sums of ``flags``, if there are any.
-        """
+        """Give the sums to the parameters; one that no rank has a gradient for keeps what it had."""
         pairs = []
         for p, view in zip(self.params, self._views):
             kind = _STRIDED if self.flags is None else next(kinds)
@@ -290,11 +286,7 @@ class _After:
 
 
 def check_hooks(named: Mapping[str, Tensor]) -> None:
-    """Refuse parameters whose hooks would see this rank's gradient alone.
-
-    Raises:
-        CallError: a parameter has one; the message names it.
-    """
+    """Refuse parameters whose hooks would see this rank's gradient alone."""
     for name, p in named.items():
         later = p._post_accumulate_grad_hooks
         if p._backward_hooks or (later and not all(type(hook) is _After for hook in later.values())):

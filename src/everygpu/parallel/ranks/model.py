@@ -48,13 +48,7 @@ class RankModel:
         self._tree: ModuleTree | None = None
 
     def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-        """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up.
-
-        Args:
-            function: Runs the forward.
-            module: Its module.
-            inputs, kwargs: Its batch, to be weighed.
-        """
+        """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up."""
         if self._is_apart:
             return function()
         if not torch.is_grad_enabled():

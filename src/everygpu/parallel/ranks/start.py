@@ -14,11 +14,7 @@ from everygpu.torch_private.tensors import foreach_copy_
 
 
 def start_alike(group: Group, module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0.
-
-    Raises:
-        RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
-    """
+    """Give every rank the parameters and buffers of rank 0, or a RankError that names the first that isn't alike."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
     group.check_same("parameters and buffers of the model", rows)
@@ -26,11 +22,7 @@ def start_alike(group: Group, module: nn.Module) -> None:
 
 
 def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
-    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own.
-
-    Raises:
-        DeviceError: on every rank; the message names the ranks.
-    """
+    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own."""
     mine = [str(torch.cuda.get_device_properties(d).uuid) for d in devices if d.type == "cuda"]
     if not group.uses_nccl or may_share_gpus():
         mine = []

@@ -58,12 +58,7 @@ def check_module(module: Any, caller: str) -> None:
 
 
 def place_module(module: nn.Module, device: torch.device, caller: str, *, strict: bool = False) -> None:
-    """Move all parameters and buffers to one device together, if they are elsewhere.
-
-    Raises:
-        PlacementError: they are spread over several devices; or elsewhere, and ``strict``.
-        ModuleError: a lazy parameter has no shape yet.
-    """
+    """Move all parameters and buffers to one device together, if they are elsewhere."""
     found: dict[torch.device, str] = {}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):

@@ -61,12 +61,7 @@ class Remap:
         self._done: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
     def of(self, value: Any, *, is_referent: bool = False) -> Any:
-        """Return what takes a value's place; itself, often.
-
-        Args:
-            value: What an attribute holds.
-            is_referent: It is what a function refers to.
-        """
+        """Return what takes a value's place, itself often: of an attribute's, or of what a function refers to."""
         if is_constant(value):
             return value
         if id(value) in self._others:

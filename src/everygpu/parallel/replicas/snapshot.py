@@ -146,11 +146,7 @@ class Contents:
 
 
 class Search:
-    """Searches attributes for containers and functions whose contents can change, at every depth; see ``Snapshot``.
-
-    Attributes:
-        unseen: Name of the first attribute with a value that may change unseen; None if there is none.
-    """
+    """Searches attributes for containers and functions whose contents can change, at every depth; see ``Snapshot``."""
 
     def __init__(self, known: Mapping[int, Any], *, is_strict: bool) -> None:
         self._known = known

@@ -212,11 +212,7 @@ def slice_batch(batch: Any, kind: BatchType, part: slice) -> Any:
 
 
 def split_batch(batch: Any, kind: BatchType, rows: Sequence[int]) -> list[Any]:
-    """Cut a batch into parts of so many rows.
-
-    Raises:
-        SplitError: what is registered returns another number of parts.
-    """
+    """Cut a batch into parts of so many rows."""
     parts = list(kind.split(batch, list(rows)))
     if len(parts) != len(rows):
         raise SplitError(

@@ -30,23 +30,11 @@ def weigh_batch(
     dim: int,
     num_devices: int,
 ) -> float | Tensor:
-    """Return how much a batch counts.
+    """Return how much a batch counts, a number or a tensor of shape ().
 
-    Args:
-        weight: Called with the arguments, the targets after those by position. Left out, the targets count that torch's
-            ``CrossEntropyLoss`` and ``NLLLoss`` average over, or the ``labels`` of a model that returns its loss; else
-            the rows.
-        caller: For errors.
-        args, kwargs: Of the model.
-        targets: Of the loss.
-        module: Returns the loss, where there is none to call.
-        loss: Called with the output and the targets; None where the model returns it.
-        dim: Where the rows are.
-        num_devices: As for ``find_rows``.
-    Returns:
-        A number, or a tensor of shape ().
-    Raises:
-        OptionError: weight doesn't take these arguments, or returns no number.
+    As ``weight`` says, called with the arguments, the targets after those by position. Left out, the targets count that
+    torch's ``CrossEntropyLoss`` and ``NLLLoss`` average over, or without a ``loss`` the ``labels`` of a model that
+    returns it; else the rows.
     """
     if weight is None:
         counted = _count_labels(kwargs, module) if loss is None else _count_targets(loss, targets)

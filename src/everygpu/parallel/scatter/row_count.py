@@ -3,7 +3,7 @@
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,40 @@ from everygpu.parallel.sharded.batch import ShardedBatch
 
 logger = logging.getLogger("everygpu")
 
-_NUMBERS = (int, float, complex, bool, type(None), Tensor)
-_WITHOUT_ROWS = frozenset({int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
+_NO_ROWS = (int, float, complex, bool, type(None))
 
 Named = Sequence[tuple[str, Any]]
-"""Arguments with their names, such as ``("args[0]", x)``."""
+"""Values with their names, such as ``("args[0]", x)``."""
+
+
+class Arguments:
+    """A call's arguments, taken apart into leaves once, and put together again around each replica's."""
+
+    def __init__(self, named: Named) -> None:
+        self.leaves: list[tuple[str, Any]] = []
+        self.lists: list[tuple[str, Any]] = []
+        """Lists and tuples of several items, which may be one for each row."""
+        self._nodes = [self._take(path, value) for path, value in named]
+
+    def _take(self, path: str, value: Any) -> Any:
+        opened = None if type(value) is Tensor else open_batch(value)
+        if opened is None:  # a leaf stands for its place among them
+            self.leaves.append((path, value))
+            return len(self.leaves) - 1
+        if len(opened.children) > 1 and type(value) in (list, tuple):
+            self.lists.append((path, value))
+        return opened.rebuild, [self._take(path + a, child) for a, child in zip(opened.accessors, opened.children)]
+
+    def around(self, leaves: Sequence[Any]) -> list[Any]:
+        """Make the arguments anew, with other leaves in these ones' order."""
+        return [leaves[node] if type(node) is int else _make(node, leaves) for node in self._nodes]
+
+
+def _make(node: Any, leaves: Sequence[Any]) -> Any:
+    if type(node) is int:
+        return leaves[node]
+    rebuild, children = node
+    return rebuild([_make(child, leaves) for child in children])
 
 
 def name_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -28,33 +57,52 @@ def name_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple
     return [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
 
 
-def find_rows(named: Named, dim: int, num_devices: int = 0, *, warns: bool = False) -> int | None:
-    """Read the batch size off the tensors of a call, and off what else has rows.
+def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
+    """Read the batch size off the tensors of a call and what else has rows; None when there is none to split.
 
-    Args:
-        named: Arguments with their names; containers are searched.
-        dim: The dimension along which tensors are split.
-        num_devices: Devices that the rows are for; 0 if that isn't known. See ``has_entry_per_device``.
-        warns: Warn of lists that may have an item per row, as they are about to reach the replicas in another way.
-    Returns:
-        The batch size all tensors, arrays, ``Rows`` and registered batches agree on; None when there is none to split.
-    Raises:
-        SplitError: two disagree, or one has no such dimension.
+    ``num_devices`` are those that the rows are for, 0 where that isn't known: see ``has_entry_per_device``.
     """
-    sizes: list[int] = []
-    lists: list[Sequence[Any]] = []
-    try:
-        for _, value in named:
-            _collect(value, dim, sizes, lists)
-    except IndexError:  # no such dimension
-        return _compare(named, dim, num_devices)
-    if not sizes:
+    return count_rows(Arguments(named).leaves, dim, num_devices)
+
+
+def count_rows(leaves: Named, dim: int, num_devices: int) -> int | None:
+    """Return the number of rows that all leaves agree on, but for one entry per device; see ``find_rows``."""
+    counts = [(path, leaf, rows_of(path, leaf, dim)) for path, leaf in leaves]
+    sized = [found for found in counts if found[2] is not None]
+    if len({rows for _, _, rows in sized}) > 1:
+        others = [x for x in sized if num_devices == 0 or not _is_entry_per_device(x[1], num_devices, dim)]
+        sized = others or sized
+        first_path, first, num_rows = sized[0]
+        for path, leaf, rows in sized:
+            if rows != num_rows:
+                shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
+                raise SplitError(
+                    f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
+                    f"{first_path} and {rows} in {path}{shape}. Wrap an input that every replica needs whole in "
+                    f"everygpu.Replicated(...).{_advise((path, leaf, num_rows), (first_path, first, rows))}"
+                )
+    return sized[0][2] if sized else None
+
+
+def rows_of(path: str, leaf: Any, dim: int) -> int | None:
+    """Count the rows of a leaf; None for one that has none."""
+    known = None if type(leaf) is Tensor and not leaf.is_nested else batch_type(leaf)
+    if known is not None:
+        if known.is_on_dim_0 and dim != 0:
+            raise SplitError(
+                f"scatter: a {type(leaf).__qualname__} must have its rows on dim 0, got dim={dim} for {path}. "
+                f"Pass a dict of its tensors."
+            )
+        return known.count(leaf)
+    if not tree.has_dims(leaf):
         return None
-    num_rows = sizes[0] if sizes.count(sizes[0]) == len(sizes) else _compare(named, dim, num_devices)
-    if warns and lists and num_devices > 1 and num_rows > 1:
-        for items in lists:
-            _look_at_list(items, named, num_rows, len(sizes), dim)
-    return num_rows
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise SplitError(
+            f"scatter: every tensor needs the batch on dim {dim}, got shape {tuple(leaf.shape)} in {path}. "
+            f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
+        )
+    size: int = leaf.shape[dim]
+    return size
 
 
 def has_entry_per_device(leaf: Any, num_rows: int, num_devices: int, dim: int) -> bool:
@@ -84,58 +132,11 @@ def _is_entry_per_device(leaf: Any, num_devices: int, dim: int) -> bool:
     return bool((leaf == (first.round() if is_float else first)).all())
 
 
-def _collect(value: Any, dim: int, sizes: list[int], lists: list[Sequence[Any]]) -> None:
-    """Collect the numbers of rows, and lists that may be lists of rows."""
-    kind = type(value)
-    if kind is Tensor and not value.is_nested:
-        if value.ndim:
-            sizes.append(value.shape[dim])
-    elif kind is dict:
-        for child in value.values():
-            _collect(child, dim, sizes, lists)
-    elif kind not in _WITHOUT_ROWS:
-        if tree.has_dims(value) or batch_type(value) is not None:
-            sizes.append(_count(value, dim))
-        else:
-            opened = tree.open_container(value)
-            if (kind is list or kind is tuple) and len(value) > 1:
-                lists.append(value)
-            for child in () if opened is None else opened.children:
-                _collect(child, dim, sizes, lists)
-
-
-def _count(value: Any, dim: int) -> int:
-    """Count the rows of what has some; an IndexError where ``dim`` has none."""
-    known = batch_type(value)
-    if known is None:
-        size: int = value.shape[dim]
-        return size
-    if known.is_on_dim_0 and dim != 0:
-        raise IndexError(dim)
-    return known.count(value) or 0
-
-
-def _compare(named: Named, dim: int, num_devices: int) -> int:
-    """Return the number of rows that all but one entry per device agree on, or say which don't."""
-    sized = [(path, leaf, _checked(path, leaf, dim)) for path, leaf in _sized(named)]
-    rows = [found for found in sized if num_devices == 0 or not _is_entry_per_device(found[1], num_devices, dim)]
-    first_path, first, num_rows = (rows or sized)[0]
-    for path, leaf, size in rows or sized:
-        if size != num_rows:
-            shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
-            raise SplitError(
-                f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
-                f"{first_path} and {size} in {path}{shape}. Wrap an input that every replica needs whole in "
-                f"everygpu.Replicated(...).{_advise((path, leaf, num_rows), (first_path, first, size))}"
-            )
-    return num_rows
-
-
-def _advise(*found: tuple[str, Any, int]) -> str:
+def _advise(*found: tuple[str, Any, Any]) -> str:
     """Say what else to do with two leaves that disagree, each beside the other's rows."""
-    advice = " A list whose items are each a row goes into everygpu.Rows(...)." if _is_in_list(found[0][0]) else ""
-    leaves = [leaf for _, leaf, _ in found]
-    if all(isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point() for x in leaves):
+    in_list = re.search(r"\[\d+\]", re.sub(r"^(args|batch)\[", "", found[0][0]))
+    advice = " A list whose items are each a row goes into everygpu.Rows(...)." if in_list else ""
+    if all(isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point() for _, x, _ in found):
         advice += (
             " For nn.EmbeddingBag, pass everygpu.Rows with a tensor for each bag in place of offsets, or bags of one "
             "length in two dimensions, with padding_idx."
@@ -150,73 +151,30 @@ def _advise(*found: tuple[str, Any, int]) -> str:
     return advice
 
 
-def _is_in_list(path: str) -> bool:
-    return re.search(r"\[\d+\]", re.sub(r"^(args|batch)\[", "", path)) is not None
+def warn_of_lists(found: Arguments, num_rows: int, dim: int) -> None:
+    """Warn of lists whose items may be rows of the batch: they are taken as ``torch.nn.DataParallel`` takes them.
 
-
-def _sized(named: Named) -> Iterator[tuple[str, Any]]:
-    for name, value in named:
-        for path, leaf in tree.leaves(value, name, open_batch):
-            if tree.has_dims(leaf) or batch_type(leaf) is not None:
-                yield path, leaf
-
-
-def _checked(path: str, leaf: Any, dim: int) -> int:
-    try:
-        return _count(leaf, dim)
-    except IndexError as error:
-        known = batch_type(leaf)
-        if known is not None and known.is_on_dim_0 and dim != 0:
-            raise SplitError(
-                f"scatter: a {type(leaf).__qualname__} must have its rows on dim 0, got dim={dim} for {path}. "
-                f"Pass a dict of its tensors."
-            ) from error
-        if known is not None or -leaf.ndim <= dim < leaf.ndim:
-            raise
-        raise SplitError(
-            f"scatter: every tensor needs the batch on dim {dim}, got shape {tuple(leaf.shape)} in {path}. "
-            f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
-        ) from None
-
-
-def _look_at_list(items: Sequence[Any], named: Named, num_rows: int, num_sized: int, dim: int) -> None:
-    """Warn of a list whose items may be rows of the batch: it is taken as ``torch.nn.DataParallel`` takes it."""
-    kind = type(items[0])
-    if not issubclass(kind, _NUMBERS):
-        holds_tensors = any(tree.has_dims(leaf) for _, leaf in tree.leaves(items[0], ""))
-        if len(items) == num_rows and not holds_tensors:
-            what = f"of {num_rows} items ({kind.__qualname__}), as many as the batch has rows, and goes whole to every"
-            _warn_of_list(_path_of(items, named), f"{type(items).__qualname__} {what} replica")
-    elif issubclass(kind, Tensor) and len(items) == num_sized and _differ_elsewhere(items, dim):
-        shapes = ", ".join(str(tuple(x.shape)) for x in items[:3])
-        what = f"of tensors of several shapes ({shapes}), each of which is cut along dim {dim}"
-        _warn_of_list(_path_of(items, named), f"{type(items).__qualname__} {what}")
-
-
-def _differ_elsewhere(items: Sequence[Any], dim: int) -> bool:
-    """Tell whether tensors are of equal depth, and differ in another dimension than that of the rows."""
-    if any(not isinstance(x, Tensor) or x.is_nested or x.ndim != items[0].ndim for x in items):
-        return False
-    at = dim % items[0].ndim
-    return len({x.shape[:at] + x.shape[at + 1 :] for x in items}) > 1
-
-
-def _path_of(wanted: Any, named: Named) -> str:
-    """Find a container in the arguments."""
-    pending = list(named)
-    for path, value in pending:  # which grows meanwhile
-        if value is wanted:
-            return path
-        opened = tree.open_container(value)
-        if opened is not None:
-            pending += [(path + a, child) for a, child in zip(opened.accessors, opened.children)]
-    return ""
+    No error, as the number of rows may be that of a list's items in one batch of many only.
+    """
+    for path, items in found.lists:
+        kind = type(items[0])
+        if issubclass(kind, Tensor):
+            depths = {isinstance(x, Tensor) and not x.is_nested and x.ndim for x in items}
+            others = {x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :] for x in items} if len(depths) == 1 else ()
+            num_sized = sum(rows_of(name, leaf, dim) is not None for name, leaf in found.leaves)
+            if len(others) > 1 and len(items) == num_sized:
+                _warn_of_list(path, f"a list of tensors of several shapes, each of which is cut along dim {dim}")
+        elif len(items) == num_rows and not issubclass(kind, _NO_ROWS):
+            inside = f"{path}[0]"
+            if not any(name.startswith(inside) and tree.has_dims(leaf) for name, leaf in found.leaves):
+                what = f"a list of {num_rows} items ({kind.__qualname__}), as many as the batch has rows"
+                _warn_of_list(path, f"{what}, and goes whole to every replica")
 
 
 @functools.cache
 def _warn_of_list(path: str, what: str) -> None:
     logger.warning(
-        "scatter: %s is a %s. Wrap it in everygpu.Rows(...) if each item is a row, in everygpu.Replicated(...) if "
+        "scatter: %s is %s. Wrap it in everygpu.Rows(...) if each item is a row, in everygpu.Replicated(...) if "
         "every replica needs all of them. This is said once.",
         path, what,
     )  # fmt: skip

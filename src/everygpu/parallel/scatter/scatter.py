@@ -13,18 +13,17 @@ from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
 from everygpu.parallel.buckets.copies import broadcast_tensor, keep_requires_grad
-from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.batch_types import (
     batch_type,
     known_type,
     move_tree,
-    open_batch,
     spans,
     split_batch,
 )
-from everygpu.parallel.scatter.row_count import find_rows, name_arguments
-from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, plan_split
+from everygpu.parallel.scatter.row_count import Arguments, count_rows, name_arguments, warn_of_lists
+from everygpu.parallel.scatter.split import Replicated, Split, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
 
 
@@ -76,27 +75,30 @@ def scatter_call(
 
     A call without tensors runs on every device; one without any argument runs on the first only.
     """
-    named = name_arguments(args, kwargs)
-    num_rows = find_rows(named, dim, len(devices), warns=True)
+    found = Arguments(name_arguments(args, kwargs))
+    num_rows = count_rows(found.leaves, dim, len(devices))
+    if found.lists and num_rows and num_rows > 1 and len(devices) > 1:
+        warn_of_lists(found, num_rows, dim)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
-    positions = plan.active if plan is not None else tuple(range(len(devices) if named else 1))
-    cutter = _Cutter(num_rows, plan, positions, devices, dim)
-    columns = []
-    for name, value in named:
-        try:
-            columns.append(tree.fan_out(cutter.cut, value, len(positions), open_batch))
-        except RuntimeError as error:
-            _explain_layout(name, value, error)
-            raise
-    places = range(len(positions))
+    positions = plan.active if plan is not None else tuple(range(len(devices) if args or kwargs else 1))
     rows = None if plan is None else tuple(plan.rows[p] for p in positions)
+    cutter = _Cutter(num_rows, rows or (), positions, devices, dim)
+    columns = []
+    for path, leaf in found.leaves:
+        try:
+            columns.append(cutter.cut(leaf))
+        except RuntimeError as error:
+            _explain_layout(path, leaf, error)
+            raise
+    shares = [found.around([column[i] for column in columns]) for i in range(len(positions))]
     return Call(
         positions=positions,
-        args=tuple(tuple(column[i] for column in columns[: len(args)]) for i in places),
-        kwargs=tuple({key: column[i] for key, column in zip(kwargs, columns[len(args) :])} for i in places),
+        args=tuple(tuple(share[: len(args)]) for share in shares),
+        kwargs=tuple(dict(zip(kwargs, share[len(args) :])) for share in shares),
         rows=rows,
         weights=(1,) * len(positions) if rows is None or cutter.has_entries else rows,
         counts_alike=cutter.has_entries,
+        reused=cutter.reused,
     )
 
 
@@ -106,19 +108,21 @@ class _Cutter:
     def __init__(
         self,
         num_rows: int | None,
-        plan: SplitPlan | None,
+        rows: tuple[int, ...],
         positions: Sequence[int],
         all_devices: Sequence[torch.device],
         dim: int,
     ) -> None:
         self.num_rows = num_rows
-        self.rows = () if plan is None else tuple(plan.rows[p] for p in positions)
+        self.rows = rows
         self.positions = positions
         self.devices = [all_devices[p] for p in positions]
         self.all_devices = all_devices
         self.dim = dim
         self.has_entries = False
         """Whether a leaf had an entry per device, so that results of all replicas count alike."""
+        self.reused: list[tuple[ShardedBatch, list[int]]] = []
+        """Batches whose own shards go to the replicas, and the shards' versions."""
 
     def cut(self, leaf: Any) -> Sequence[Any]:
         known = None if type(leaf) is Tensor and not leaf.is_nested else batch_type(leaf)
@@ -132,7 +136,7 @@ class _Cutter:
             return self._cut_rows(leaf, (1,) * len(self.all_devices), self.positions)
         if isinstance(leaf, Replicated):
             copies = leaf.copies_on(self.devices, self.positions)
-            return copies or tree.fan_out(self._copies, leaf.value, len(self.devices), open_batch)
+            return copies or self._copy_all(leaf.value)
         if len(self.devices) > 1:
             _check_object(leaf)
         return self._copies(leaf)
@@ -144,9 +148,9 @@ class _Cutter:
             return [x[(slice(None),) * (self.dim % x.ndim) + (parts[i],)] for i in wanted]
         if isinstance(x, ShardedBatch):
             devices = self.devices if len(wanted) == len(rows) else self.all_devices
-            reused = reuse_shards(x, devices, rows, self.dim)
-            if reused is not None:
-                return [reused[i] for i in wanted]
+            if self._fits(x, devices, rows):
+                shards = self._reuse(x)
+                return [shards[i] for i in wanted]
         shares = cut_rows(x, rows, self.dim)
         shares = shares if len(wanted) == len(rows) else [shares[i] for i in wanted]
         is_plain = x.layout is torch.strided and not x.requires_grad
@@ -158,6 +162,29 @@ class _Cutter:
             copied = [comm.copy(part, d, fresh=True) for part, d in zip(shares[1:], self.devices[1:])]
             is_there = shares[0].device == self.devices[0]
             return [shares[0] if is_there else comm.copy(shares[0], self.devices[0]), *copied]
+
+    def _fits(self, x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int]) -> bool:
+        """Tell whether a batch is split as the call is, so that nothing moves."""
+        layout = x._layout
+        is_alike = layout.devices == tuple(devices) and layout.sizes == tuple(rows)
+        return is_alike and x.shard_dim == self.dim % x.ndim and has_shards(x)
+
+    def _reuse(self, x: ShardedBatch) -> list[Tensor]:
+        """Return the shards themselves: a replica that writes into its input writes into the batch, as on one device.
+
+        Copies on the same devices where a graph, a view or the joined tensor may read that memory.
+        """
+        if x.requires_grad or x._memory.is_viewed or was_joined(x):
+            with keep_requires_grad(x):
+                return [s.clone() for s in x.shards]
+        self.reused.append((x, versions_of(x._parts)))
+        return [p.detach() for p in x._parts]
+
+    def _copy_all(self, value: Any) -> Sequence[Any]:
+        """Copy what is in ``Replicated`` for each device."""
+        inside = Arguments([("", value)])
+        columns = [self._copies(leaf) for _, leaf in inside.leaves]
+        return [inside.around([column[i] for column in columns])[0] for i in range(len(self.devices))]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:
@@ -183,34 +210,14 @@ def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Te
     return uploads
 
 
-def reuse_shards(
-    x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], dim: int
-) -> list[Tensor] | None:
-    """Return the shards of a batch that is split as the call is, so that nothing moves; None for another.
-
-    They are the shards themselves, so that a replica that writes into its input writes into the batch, as on one
-    device. Copies on the same devices where a graph, a view or the joined tensor may read that memory.
-    """
-    layout = x._layout
-    is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
-    if not is_fit or not has_shards(x):
-        return None
-    if x.requires_grad or x._memory.is_viewed or was_joined(x):
-        with keep_requires_grad(x):
-            return [s.clone() for s in x.shards]
-    x._reused_versions = tuple(map(version_of, x._parts))
-    return [p.detach() for p in x._parts]
-
-
-def note_writes(inputs: Any) -> None:
+def note_writes(call: Call) -> None:
     """Increment the version of batches that replicas wrote through reused shards.
 
     A graph that saved the batch then raises torch's usual error instead of computing a wrong gradient.
     """
-    for _, leaf in tree.leaves(inputs, ""):
-        if isinstance(leaf, ShardedBatch) and leaf._reused_versions not in (None, tuple(map(version_of, leaf._parts))):
-            leaf._reused_versions = None
-            increment_version(leaf)
+    for batch, versions in call.reused:
+        if versions_of(batch._parts) != versions:
+            increment_version(batch)
 
 
 def _check_object(leaf: Any) -> None:
@@ -226,17 +233,15 @@ def _check_object(leaf: Any) -> None:
         )
 
 
-def _explain_layout(name: str, value: Any, error: RuntimeError) -> None:
-    """Name the tensor that torch has no way to cut, or to send to a device."""
-    if isinstance(error, torch.OutOfMemoryError):
+def _explain_layout(path: str, x: Any, error: RuntimeError) -> None:
+    """Name a tensor that torch has no way to cut, or to send to a device."""
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(x, Tensor) or x.is_nested:
         return
-    for path, x in tree.leaves(value, name, open_batch):
-        if isinstance(x, Tensor) and not x.is_nested:
-            what = "meta" if x.is_meta else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
-            if what == "strided" or (what == "sparse_coo" and not x.requires_grad):
-                continue
-            ways = {"meta": "Make it on a device.", "quantized": "Pass x.dequantize()."}
-            raise SplitError(
-                f"scatter: tensors must have rows that torch can cut, got a {what.removeprefix('_')} tensor of shape "
-                f"{tuple(x.shape)} in {path}. {ways.get(what, 'Pass x.to_dense().')}"
-            ) from error
+    what = "meta" if x.is_meta else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+    if what == "strided" or (what == "sparse_coo" and not x.requires_grad):
+        return
+    ways = {"meta": "Make it on a device.", "quantized": "Pass x.dequantize()."}
+    raise SplitError(
+        f"scatter: tensors must have rows that torch can cut, got a {what.removeprefix('_')} tensor of shape "
+        f"{tuple(x.shape)} in {path}. {ways.get(what, 'Pass x.to_dense().')}"
+    ) from error

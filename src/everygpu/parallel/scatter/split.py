@@ -77,21 +77,7 @@ class SplitPlan:
 
 
 def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> SplitPlan:
-    """Decide how many rows each device gets.
-
-    Args:
-        num_rows: Rows in the batch, 0 or more.
-        num_devices: Devices to split over, 1 or more.
-        split: ``"chunk"``: the sizes ``torch.chunk`` gives, which may leave the last devices idle;
-            ``"even"``: no two shares differ by more than one row; a list of ``num_devices`` weights, 0 or
-            more: shares in proportion, rounded to whole rows, of which the first device gets one at least.
-    Returns:
-        A plan of ``num_devices`` shares.
-    Raises:
-        OptionError: ``split`` is none of these.
-    Source:
-        ``torch.chunk``, which torch.nn.DataParallel splits with.
-    """
+    """Decide how many rows each device gets; see ``DataParallel``. ``"chunk"`` gives ``torch.chunk``'s sizes."""
     if isinstance(split, str) and split == "chunk":
         size = max(1, -(-num_rows // num_devices))
         shares = [max(0, min(size, num_rows - i * size)) for i in range(num_devices)]
@@ -104,11 +90,7 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
 
 
 def check_split(split: Split, num_devices: int) -> None:
-    """Validate ``split`` before the first batch, as ``plan_split`` would.
-
-    Raises:
-        OptionError: ``split`` is none of those that ``plan_split`` takes.
-    """
+    """Validate ``split`` before the first batch, as ``plan_split`` would."""
     if not isinstance(split, str) or split not in ("chunk", "even"):
         _check_weights(split, num_devices, "'chunk', 'even', 'auto'")
 
@@ -119,16 +101,7 @@ def default_split() -> Split:
 
 
 def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:
-    """Resolve ``"auto"`` by measuring the devices; return any other ``split`` unchanged.
-
-    Args:
-        split: As for ``DataParallel``.
-        devices: One per replica.
-    Returns:
-        ``"even"`` for devices of equal speed, one weight per device for others.
-    Raises:
-        OptionError: ``split`` is none of those that ``DataParallel`` takes.
-    """
+    """Resolve ``"auto"`` by measuring the devices: ``"even"`` for equal ones; return any other ``split`` unchanged."""
     if not isinstance(split, str) or split != "auto":
         check_split(split, len(devices))
         return split

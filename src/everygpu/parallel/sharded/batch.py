@@ -111,7 +111,6 @@ class ShardedBatch(Tensor):
     _memory: Memory
     _parts: tuple[Tensor, ...]
     _kept: JoinedValues | None
-    _reused_versions: tuple[int, ...] | None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
@@ -174,15 +173,9 @@ def _streams_of(args: Args) -> AbstractContextManager[object]:
 def shard_batch(
     shards: Sequence[Tensor], device: torch.device, dim: int, rows: Sequence[float] | None = None
 ) -> ShardedBatch:
-    """Make one batch of shards, without copying any.
+    """Make one batch of shards, without copying any, connected to their graph.
 
-    Args:
-        shards: Shape (..., rows, ...), equal but for the rows; each on its device; must not be written afterwards.
-        device: Device of the batch, where the joined tensor is made when needed.
-        dim: The dimension of the rows.
-        rows: How much each entry counts, when shards are results per replica.
-    Returns:
-        A batch connected to the shards' graph.
+    These must not be written afterwards. ``rows`` is how much each entry counts, when shards are results per replica.
     """
     dim = dim % shards[0].ndim
     layout = layout_of(device, [s.device for s in shards], [s.shape[dim] for s in shards], rows)
@@ -258,9 +251,7 @@ def wrap_view(
     Args:
         base: The batch that the view is of.
         place: The view's shape, strides and offset in the base's memory.
-        parts: The same view of each of the base's parts.
-        layout: Of the view's rows.
-        dim: The dimension of the view's rows.
+        parts, layout, dim: The same view of each of the base's parts, and where its rows are.
         view: From the base's joined values to the view of them.
     """
     base._memory.is_viewed = True
@@ -289,9 +280,7 @@ def _new(
     # C++ code that takes a pointer must fail rather than read from nowhere.
     throw_on_data_ptr(batch)
     # At once: each attribute that is set on its own takes 0.2 us.
-    batch.__dict__.update(
-        shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory, _kept=kept, _reused_versions=None
-    )
+    batch.__dict__.update(shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory, _kept=kept)
     return batch
 
 

@@ -7,7 +7,7 @@ and means over the rows are functions of their own, whose gradients stay on the 
 import copy
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,18 +59,13 @@ def _on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(joined_values(args[0]), *args[1:], **kwargs)
 
 
-def _with_lost_argument(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function with an argument that torch doesn't hand over; the frame of torch's own function has it."""
-    frame, name = inspect.currentframe(), _LOST_ARGUMENTS[func]
+def _l1_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call ``l1_loss`` with its weight, which torch doesn't hand over: the frame of torch's own function has it."""
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not func.__code__:
         frame = frame.f_back
-    lost = None if frame is None else frame.f_locals.get(name)
-    if lost is None:
-        return _composed_loss(func, args, kwargs) if func is F.l1_loss else _call(func, args, kwargs)
-    return _call(func, args, {**kwargs, name: lost})
-
-
-_LOST_ARGUMENTS: dict[Any, str] = {F.l1_loss: "weight", torch.chain_matmul: "out"}
+    weight = None if frame is None else frame.f_locals.get("weight")
+    return _composed_loss(func, args, kwargs) if weight is None else _call(func, args, {**kwargs, "weight": weight})
 
 
 def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -136,24 +131,13 @@ def _unweighted(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # Sums and means over the rows.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReductionPlan:
-    """One sum: ``factors[i]`` times the sum of part i, added up."""
-
-    dims: tuple[int, ...]
-    keepdim: bool
-    dtype: torch.dtype
-    factors: tuple[float | Tensor, ...]
-    """Tensors on the parts' devices where only these know them."""
-
-
 def _reduce_rows(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``sum`` and ``mean``; the mean of results per replica weighs each by its replica's rows."""
     with without_torch_function():
         x, out, plan = _plan(args, kwargs, is_mean=func in (torch.mean, Tensor.mean))
         if plan is None:
             return func(*args, **kwargs)
-        result = _RowReduction.apply(x, plan)  # type: ignore[no-untyped-call]
+        result = _RowReduction.apply(x, *plan)  # type: ignore[no-untyped-call]
         return result if out is None else torch.mul(result, 1, out=out)
 
 
@@ -161,8 +145,12 @@ _ARGUMENTS = ("input", "dim", "keepdim")
 _OTHER_NAMES = {"self": "input", "axis": "dim", "keepdims": "keepdim"}
 
 
-def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | None, _ReductionPlan | None]:
-    """Plan a sum or mean over the rows of the tensor that it returns; None for mistakes and where torch serves."""
+def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | None, Args | None]:
+    """Plan a sum or mean over the rows of the tensor that it returns; None for mistakes and where torch serves.
+
+    The plan is what ``_RowReduction`` takes: dimensions, ``keepdim``, dtype, and what to multiply each part's sum by,
+    tensors on the parts' devices where only these know it.
+    """
     call = {**dict(zip(_ARGUMENTS, args)), **{_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}}
     x, dim, keepdim, dtype, out = (call.pop(name, None) for name in (*_ARGUMENTS, "dtype", "out"))
     asked = dim if isinstance(dim, (tuple, list)) else [dim or 0]
@@ -183,36 +171,38 @@ def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | N
     # torch's own: make_fx's mode would take a gradient made of parts for a constant.
     elif out is not None or is_tracing() or not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
         return x, out, None
-    return x, out, _ReductionPlan(dims=dims, keepdim=bool(keepdim), dtype=dtype, factors=factors)
+    return x, out, (dims, bool(keepdim), dtype, factors)
 
 
 class _RowReduction(torch.autograd.Function):
     """A sum or mean over the rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardedBatch, plan: _ReductionPlan) -> Tensor:
-        ctx.plan, ctx.layout, ctx.dim, ctx.dtype = plan, x._layout, x.shard_dim, x.dtype
+    def forward(
+        ctx: Any, x: ShardedBatch, dims: Any, keepdim: bool, dtype: torch.dtype, factors: Sequence[float | Tensor]
+    ) -> Tensor:
+        ctx.added = () if keepdim else sorted(dims)
+        ctx.factors, ctx.layout, ctx.dim, ctx.dtype = factors, x._layout, x.shard_dim, x.dtype
         ctx.shapes = [p.shape for p in x._parts]
-        wide = torch.float32 if plan.dtype in HALF else plan.dtype
+        wide = torch.float32 if dtype in HALF else dtype
         with x._layout.on_streams():
             # The result of a replica without rows has weight 0, and is left out even if it is nan.
             sums = [
-                _times(part.sum(plan.dims, plan.keepdim, dtype=wide), factor)
-                for part, factor in zip(parts_of(x), plan.factors)
+                _times(part.sum(dims, keepdim, dtype=wide), factor)
+                for part, factor in zip(parts_of(x), factors)
                 if isinstance(factor, Tensor) or factor
             ]
-            return sum_parts(sums, x._layout).to(plan.dtype)
+            return sum_parts(sums, x._layout).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        plan = ctx.plan
         grad = join(grad) if isinstance(grad, ShardedBatch) else grad
-        for d in () if plan.keepdim else sorted(plan.dims):
+        for d in ctx.added:
             grad = grad.unsqueeze(d)
         with ctx.layout.on_streams():
-            grads = zip(move_to_each(grad, ctx.layout.devices), plan.factors, ctx.shapes)
+            grads = zip(move_to_each(grad, ctx.layout.devices), ctx.factors, ctx.shapes)
             parts = [(g * factor).to(ctx.dtype).expand(shape) for g, factor, shape in grads]
-            return Join.apply(ctx.layout, ctx.dim, *parts), None  # type: ignore[no-untyped-call]
+            return Join.apply(ctx.layout, ctx.dim, *parts), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
@@ -234,19 +224,16 @@ def _composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return result / losses.shape[0] if reduction == "batchmean" else result
 
 
-def _members(names: str) -> list[Any]:
-    return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
-
-
-def _functions(names: str) -> list[Any]:
-    return [getattr(F, name) for name in names.split() if hasattr(F, name)]
+def _named(owner: Any, names: str) -> list[Any]:
+    return [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
 
 
 FUNCTIONS: dict[Any, Rule] = {
     **dict.fromkeys(
-        _members(
+        _named(
+            Tensor,
             "numpy __array__ __dlpack__ share_memory_ apply_ map_ map2_ __reduce_ex__ data_ptr const_data_ptr "
-            "mutable_data_ptr untyped_storage storage _typed_storage is_shared"
+            "mutable_data_ptr untyped_storage storage _typed_storage is_shared",
         ),
         _on_joined,
     ),
@@ -259,17 +246,18 @@ FUNCTIONS: dict[Any, Rule] = {
     Tensor.backward: _backward,
     Tensor.register_hook: register_hook,
     Tensor.retain_grad: retain_grad,
-    **dict.fromkeys(_members("item __float__ __int__"), _as_number),
+    **dict.fromkeys(_named(Tensor, "item __float__ __int__"), _as_number),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), _reduce_rows),
     **dict.fromkeys((torch.nanmean, Tensor.nanmean, torch.var_mean, torch.std_mean), _unweighted),
     **dict.fromkeys(
-        _functions(
+        _named(
+            F,
             "kl_div poisson_nll_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss "
-            "triplet_margin_loss gaussian_nll_loss multilabel_soft_margin_loss"
+            "triplet_margin_loss gaussian_nll_loss multilabel_soft_margin_loss",
         ),
         _composed_loss,
     ),
-    **dict.fromkeys(_LOST_ARGUMENTS, _with_lost_argument),
+    F.l1_loss: _l1_loss,
 }
 """Replacements of functions, by function."""

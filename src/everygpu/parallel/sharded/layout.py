@@ -19,11 +19,7 @@ NOTHING = nullcontext()
 
 
 class DeviceWeights(Sequence[float]):
-    """Weights of results per replica that are still being computed: only reading one as a number waits for them.
-
-    Args:
-        tensor: One entry for each replica, where results are joined.
-    """
+    """Weights of results per replica that are still being computed: only reading one as a number waits for them."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

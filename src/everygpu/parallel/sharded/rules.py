@@ -1,4 +1,4 @@
-"""Rules for torch's operations on the parts of a ``ShardedBatch``, but for views and losses.
+"""Rules for torch's operations on the parts of a ``ShardedBatch``, but for views.
 
 A rule returns exactly what the operation returns on the joined tensor, or raises ``Declined``; then the operation runs
 on the joined tensor. Declining is always correct.
@@ -6,15 +6,14 @@ on the joined tensor. Declining is always correct.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.errors import GatherError
 from everygpu.parallel.sharded.batch import (
     ShardedBatch,
     has_parts,
@@ -24,8 +23,9 @@ from everygpu.parallel.sharded.batch import (
     was_joined,
     wrap,
 )
-from everygpu.parallel.sharded.dispatch import Args, Declined, Kwargs, Rule, named, rules_for
+from everygpu.parallel.sharded.dispatch import Args, Declined, Kwargs, Rule, named, rules_for, written_arguments
 from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
+from everygpu.torch_private.modes import reading_lazy_values
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -154,11 +154,7 @@ def sum_parts(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
 
 
 def dims_of(dim: Any, ndim: int) -> list[int]:
-    """Return the dimensions that a ``dim`` argument names; all, if it is None or empty.
-
-    Raises:
-        IndexError: as torch raises it.
-    """
+    """Return the dimensions that a ``dim`` argument names: all, if it is None or empty."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(ndim))
     dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
@@ -251,55 +247,13 @@ def extremum(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(found, [0]) if "dim" in call else func(found)
 
 
-# Matrix products.
-
-
-def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``mm``, ``mv``: rows times a matrix, a matrix times columns, or a sum over the rows."""
-    a, b = args
-    a_dim, b_dim = _row_dim(a), _row_dim(b)
-    if a_dim == a.ndim - 1 or b_dim == 0:  # rows on the inner dimension of both: the gradient of a weight
-        spec = spec_of([b if b_dim == 0 else a])
-        columns = [shard_rows(a, spec._replace(from_right=1)), shard_rows(b, spec._replace(from_right=b.ndim))]
-        return sum_parts(call_on_parts(func, columns, {}), spec.layout)
-    if (a_dim is None) == (b_dim is None):
-        raise Declined
-    layout = (b if a_dim is None else a)._layout
-    columns = [replicate_operand(x, layout) if d is None else parts_of(x) for x, d in ((a, a_dim), (b, b_dim))]
-    return wrap(call_on_parts(func, columns, kwargs), layout, 1 if a_dim is None else 0)
-
-
-def _row_dim(x: Tensor) -> int | None:
-    return x.shard_dim if isinstance(x, ShardedBatch) and has_parts(x) else None
-
-
-def addmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``addmm``: rows times a matrix, plus a bias."""
-    bias, a, b = args
-    spec = spec_of([a])
-    if spec.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
-        raise Declined
-    columns = [shard_operand(bias, spec), parts_of(a), replicate_operand(b, spec.layout)]
-    return wrap(call_on_parts(func, columns, kwargs), spec.layout, 0)
-
-
-def bmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``bmm``, one product a row."""
-    spec = spec_of(args)
-    if spec.from_right != 3:
-        raise Declined
-    return wrap(call_on_parts(func, [shard_rows(a, spec) for a in args], kwargs), spec.layout, 0)
-
-
 # Several tensors in one.
 
 
 def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` of batches along another dimension than the rows'; results per replica also along it."""
+    """``cat`` and ``stack`` of batches along another dimension than the rows'."""
     call = named(func, args, kwargs)
     tensors, dim, is_new = call["tensors"], call["dim"], func == torch.ops.aten.stack.default
-    if not is_new and _are_results_along(dim, tensors):
-        return _in_a_row(tensors)
     spec, ndim = spec_of(tensors), tensors[0].ndim
     if any(t.ndim != ndim for t in tensors):
         raise Declined
@@ -310,25 +264,82 @@ def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return wrap(parts, spec.layout, row + (is_new and at <= row))
 
 
-def _are_results_along(dim: int, tensors: Sequence[Tensor]) -> bool:
-    """Tell whether all are results per replica, alike in all but the number of entries on one dimension."""
-    results = [t for t in tensors if isinstance(t, ShardedBatch) and t._layout.weights is not None]
-    kinds = {(t.dtype, t._layout.home, t.shard_dim, *t.select(t.shard_dim, 0).shape) for t in results}
-    return len(results) == len(tensors) and len(kinds) == 1 and dim % results[0].ndim == results[0].shard_dim
+# Losses: means over uneven parts are those of the whole.
+
+NONE, MEAN, SUM = 0, 1, 2
+"""How torch's operations number their reductions."""
 
 
-def _in_a_row(batches: Sequence[ShardedBatch]) -> ShardedBatch:
-    """Chain results per replica of several calls, each entry with its weight."""
-    layouts = [b._layout for b in batches]
-    layout = replace(
-        layouts[0],
-        devices=tuple(chain.from_iterable(x.devices for x in layouts)),
-        sizes=tuple(chain.from_iterable(x.sizes for x in layouts)),
-        weights=tuple(chain.from_iterable(x.weights or () for x in layouts)),
-        streams=tuple(dict.fromkeys(chain.from_iterable(x.streams for x in layouts))),
-    )
-    # Copies, as replicas may be given the parts, and write into them.
-    return wrap([p.clone() for b in batches for p in parts_of(b)], layout, batches[0].shard_dim)
+def elementwise_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Losses whose mean is over all elements, equally many in each row."""
+    reduction = named(func, args, kwargs)["reduction"]
+    if reduction == NONE:
+        return pointwise(func, args, kwargs)
+    spec = spec_of(args)
+    # A sum in half precision could overflow in one part only.
+    if kwargs or spec.layout.num_rows == 0 or (reduction == SUM and args[0].dtype in HALF):
+        raise Declined
+    parts = call_on_parts(func, [shard_operand(a, spec) for a in args], {})
+    shares = spec.layout.shares if reduction == MEAN else constant(1, spec.layout)
+    filled = [p.float() * share if p.dtype in HALF else p * share for p, share in zip(parts, shares) if share]
+    return sum_parts(filled, spec.layout).to(parts[0].dtype)
+
+
+def elementwise_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Gradients of element-wise losses: the mean over a part is weighted by its rows."""
+    spec = spec_of(args)
+    if kwargs or spec.layout.num_rows == 0:
+        raise Declined
+    columns = [shard_operand(a, spec) for a in args]
+    is_mean = named(func, args, kwargs)["reduction"] == MEAN
+    shares = spec.layout.shares if is_mean else constant(1, spec.layout)
+    if is_mean:
+        columns[0] = [g * share for g, share in zip(columns[0], shares)]
+    parts = call_on_parts(func, columns, {})
+    # A part of weight 0 has zero gradients, even if its loss is nan.
+    return spec.batch([p if s else torch.zeros_like(p) for p, s in zip(parts, shares)])
+
+
+def class_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``nll_loss``, whose mean counts only rows that are not ignored, by class weight."""
+    x, target, weight, reduction, ignore_index = args
+    spec, columns = _class_operands(x, target, weight)
+    layout = spec.layout
+    if reduction == NONE:
+        pairs = [func(*operands, NONE, ignore_index) for operands in zip(*columns)]
+        return wrap([loss for loss, _ in pairs], layout, 0), torch.zeros((), dtype=x.dtype, device=layout.home)
+    # Sum over a part in float32 at least: in half precision the sum could overflow where the mean does not.
+    if x.dtype in HALF:
+        columns = [c if k == 1 else [None if t is None else t.float() for t in c] for k, c in enumerate(columns)]
+    pairs = [func(*operands, SUM, ignore_index) for operands in zip(*columns)]
+    # One copy moves both; they don't share memory afterwards, as autograd keeps one and the caller may write the other.
+    loss, count = sum_parts([torch.stack(pair) for pair in pairs], layout).unbind()
+    return (loss / count if reduction == MEAN else loss.clone()).to(x.dtype), count.to(x.dtype)
+
+
+def class_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Gradient of ``nll_loss``: every part divides by the count over the whole batch."""
+    grad, x, target, weight, reduction, ignore_index, count = args
+    spec, columns = _class_operands(x, target, weight)
+    if grad.ndim:
+        grads = shard_rows(grad, spec._replace(from_right=grad.ndim))
+        counts: Sequence[Tensor] = replicate_operand(count, spec.layout)
+    else:  # in one copy
+        pairs = replicate_operand(torch.stack([grad, count]), spec.layout)
+        grads, counts = zip(*(pair.unbind() for pair in pairs))
+    constants = [constant(c, spec.layout) for c in (reduction, ignore_index)]
+    return wrap(call_on_parts(func, [grads, *columns, *constants, counts], {}), spec.layout, 0)
+
+
+def _class_operands(x: Any, target: Tensor, weight: Tensor | None) -> tuple[ShardSpec, list[Sequence[Any]]]:
+    """Split scores of shape (rows, classes, ...), targets of shape (rows, ...) and weights of classes."""
+    is_fit = isinstance(x, ShardedBatch) and has_parts(x) and x.ndim >= 2 and x.shard_dim == 0
+    if not is_fit or target.ndim != x.ndim - 1 or (isinstance(target, ShardedBatch) and target.shard_dim != 0):
+        raise Declined
+    spec = spec_of([x])
+    targets = shard_rows(target, spec._replace(from_right=target.ndim))
+    weights = constant(None, spec.layout) if weight is None else replicate_operand(weight, spec.layout)
+    return spec, [parts_of(x), targets, weights]
 
 
 UNTAGGED = (
@@ -351,8 +362,79 @@ RULES: dict[Any, Rule] = rules_for(
     (over_other_dims, OVER_OTHER_DIMS),
     (sum_or_mean, "sum.default sum.dim_IntList mean.default mean.dim"),
     (extremum, "max.default min.default any.default all.default amax amin"),
-    (matmul, "mm.default mv.default"),
-    (addmm, "addmm.default"),
-    (bmm, "bmm.default"),
     (concat, "cat.default stack.default"),
-)
+    (elementwise_loss, "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
+                       "binary_cross_entropy_with_logits soft_margin_loss"),
+    (elementwise_loss_backward, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+                                "binary_cross_entropy_backward soft_margin_loss_backward"),
+    (class_loss, "nll_loss_forward nll_loss2d_forward"),
+    (class_loss_backward, "nll_loss_backward nll_loss2d_backward"),
+)  # fmt: skip
+
+
+# Operations without a rule.
+
+
+def run_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation on the joined tensors, as torch would without batches."""
+    with reading_lazy_values():
+        # Inference mode dispatches composite operations undecomposed; the operations in them may have rules.
+        result = func.decompose(*args, **kwargs) if hasattr(func, "decompose") else NotImplemented
+        return _run_whole(func, args, kwargs) if result is NotImplemented else result
+
+
+def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    batches = list(_batches((args, kwargs)))
+    places = ((args[i] if i < len(args) else kwargs.get(name)) for i, name in written_arguments(func))
+    written = [b for value in places for b in _batches(value)]
+    if written and torch.Tag.inplace_view in func.tags:
+        raise _refusal(func)
+    for b in written:
+        b._memory.is_joined = True
+    joined = {id(joined_values(b)): b for b in batches}
+    plain_args, plain_kwargs = _map_tensors(_plain, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if any(joined_values(b).shape != b.shape for b in written):
+        raise _refusal(func)  # by ``out=``
+    return _map_tensors(lambda t: _batch_of(t, joined), result)
+
+
+def _refusal(func: Any) -> GatherError:
+    name = func.overloadpacket.__name__
+    return GatherError(
+        f"{name}: an output whose rows are on several devices can't change its shape in place. Call "
+        f"everygpu.gather(out).{name}(...), or what returns a new tensor."
+    )
+
+
+def _plain(t: Tensor) -> Tensor:
+    return joined_values(t) if isinstance(t, ShardedBatch) else t
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Replace the tensors among an operation's arguments or results; torch's general tree_map costs 60 us a call."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map_tensors(function, v) for v in value])
+    return {k: _map_tensors(function, v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _batches(value: Any) -> Iterator[ShardedBatch]:
+    if isinstance(value, ShardedBatch):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for v in value.values() if isinstance(value, dict) else value:
+            yield from _batches(v)
+
+
+def _batch_of(t: Tensor, joined: dict[int, ShardedBatch]) -> Tensor:
+    """Return the batch in place of its own joined tensor; mark batches whose memory the result shows as joined."""
+    if id(t) in joined:
+        return joined[id(t)]
+    if t.layout == torch.strided and not isinstance(t, ShardedBatch):
+        storage = t.untyped_storage()._cdata
+        for b in joined.values():
+            if joined_values(b).layout == torch.strided and joined_values(b).untyped_storage()._cdata == storage:
+                b._memory.is_joined = True
+    return t
