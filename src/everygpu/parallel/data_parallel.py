@@ -16,7 +16,7 @@ from torch.nn import DataParallel as TorchDataParallel
 
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.devices.seed import spread_seeds
-from everygpu.errors import CallError, DeviceError, ModuleError, OptionError
+from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, OptionError
 from everygpu.parallel.buckets.sizes import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.call import Call, PerReplica, ScatteredArgs
 from everygpu.parallel.compiler.eval_frame import not_compiled
@@ -25,6 +25,9 @@ from everygpu.parallel.engines.engine import Engine, EngineContext, may_launch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, parallel_apply
 from everygpu.parallel.forward_lock import ForwardLock
+from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
+from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
+from everygpu.parallel.fully_sharded.wrap import call_as_forward, share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.ranks.model import RankModel, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
@@ -36,7 +39,7 @@ from everygpu.parallel.scatter.scatter import note_writes, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.transforms import check_transforms
 from everygpu.parallel.wrapper import ModuleWrapper
-from everygpu.ranks.group import join
+from everygpu.ranks.group import Group, join
 from everygpu.watchdog import watch_as_told
 
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")
@@ -92,14 +95,26 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
             ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, ``labels`` that aren't
             -100 count where the module is called with such, else rows.
+        shard: For models that don't fit one GPU, with one process a GPU: what each has only its part of.
+            ``"parameters"``: parameters, gradients and the optimizer's states; a block's parameters are whole while it
+            runs. ``"gradients"``: the same, with parameters whole from forward to backward: faster, and larger.
+            ``"optimizer"``: so, too, and within ``no_sync`` gradients stay whole, added up over ranks once an update.
+            Make the optimizer afterwards. Without it every process has the whole model.
+        wrap: With ``shard``: the classes of the model's blocks, such as ``[Block]``; found when left out.
+        precision: With ``shard``: ``"bf16"`` computes in that, from parameters and states in the model's own dtype, in
+            which gradients are added up (of 16 bits, in ``float32``); ``"fp32"`` or None in the model's own.
+        checkpoint_activations: With ``shard``: ``"blocks"`` has blocks compute their activations again in backward.
     Raises:
         ModuleError: ``module`` can't be replicated.
         DeviceError: a device is unknown, absent or named twice.
-        RankError: under torchrun, on every rank: the ranks' modules differ in names, shapes or dtypes.
+        RankError: under torchrun, on every rank: the ranks' modules differ in names, shapes or dtypes; or ``shard`` in
+            a process alone.
+        OptimizerError: with ``shard``, an optimizer was made of the model before.
         PlacementError: the module is spread over several devices.
         OptionError: an option has no such value.
     Source:
-        ``torch.nn.DataParallel``; the differences are listed in docs/differences.md.
+        ``torch.nn.DataParallel``; the differences are listed in docs/differences.md. ``shard`` is torch's FSDP2,
+        ``torch.distributed.fsdp.fully_shard``.
     """
 
     _transient = frozenset(
@@ -123,6 +138,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         strict_device: bool = False,
         bucket_cap_mb: float | None = None,
         weight: Callable[..., float | Tensor] | None = None,
+        shard: str | None = None,
+        wrap: Sequence[type[nn.Module]] | None = None,
+        precision: str | None = None,
+        checkpoint_activations: str | None = None,
     ) -> None:
         # Not torch's own, which moves the module and knows no CPU. What follows it in a subclass is called, as there.
         # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
@@ -142,13 +161,28 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self.engine, self.bucket_cap_mb, self.weight_rule = engine, bucket_cap_mb, weight
         self.gather_rule, self.buffers_rule = gather, buffers
         self.strict_device = strict_device
+        sharding = read_options(
+            shard, wrap=wrap, precision=precision, checkpoint_activations=checkpoint_activations, engine=engine
+        )
+        self._ranks: RankModel | None = None
+        if sharding is not None:
+            self._ranks = self._share_out(group, module, sharding)
         self.module = module
-        place_module(module, self.replica_devices[0], "DataParallel", strict=strict_device)
+        if sharding is None:
+            place_module(module, self.replica_devices[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.replica_devices)
-        if group is not None:
+        if group is not None and sharding is None:
             check_devices(group, self.replica_devices)
             start_alike(group, self.module)
         self._prepare()
+
+    def _share_out(self, group: Group | None, module: nn.Module, sharding: Sharding) -> ShardedRankModel:
+        group = check_ranks(group, sharding, self.replica_devices)
+        check_devices(group, self.replica_devices)
+        old = share_out(group, module, self.replica_devices[0], sharding)
+        if callable(getattr(module, "generate", None)):
+            call_as_forward(module, "generate")
+        return ShardedRankModel(group, self.dim, self.weight_rule, module, sharding, old)
 
     def _prepare(self) -> None:
         self._ids = self.device_ids
@@ -158,12 +192,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
+        group = join()
+        before = vars(self).get("_ranks")
+        if not isinstance(before, ShardedRankModel):
+            more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
+            self._ranks = None if group is None else RankModel(group, *more, before)
         self._engine = self._make_engine(overrides)
         self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
-        group = join()
-        more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
-        self._ranks = None if group is None else RankModel(group, *more, vars(self).get("_ranks"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
@@ -179,7 +215,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             has_ranks=join() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-        engine = table.make_engine(self.engine, context)
+        engine = table.make_engine("threads" if is_shared_out(self) else self.engine, context)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
@@ -214,6 +250,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             Exception: what the method raised; its ``__cause__`` names the replica.
         """
         _check_method(self.module, name)
+        if is_shared_out(self):
+            call_as_forward(self.module, name)
         alone = self._is_alone(name)
         run = partial(self._forward_alone if alone else self._run, inputs, kwargs, name, pad_value)
         return run() if self._ranks is None else self._ranks.forward(run, self.module, inputs, kwargs)
@@ -562,6 +600,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         super().__delattr__(name)
         if name in VERBS and "_lock" in vars(self):
             self.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if is_shared_out(self):
+            raise CopyError(
+                "DataParallel: a model that is shared out over ranks can't be copied or pickled. Save it by "
+                "everygpu.save(path, model=model), which loads into any other."
+            )
+        return super().__getstate__()
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise ModuleError(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from everygpu.keys import align_keys, unwrap
+from everygpu.parallel.fully_sharded.shards import take_parts
 from everygpu.parallel.replicas.remap import TABLES
 
 
@@ -38,7 +39,10 @@ class ModuleWrapper(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict saved with or without ``module.``, ``_orig_mod.`` or ``_fsdp_wrapped_module.``."""
         inner = unwrap(self)
-        return inner.load_state_dict(align_keys(state_dict, inner.state_dict().keys()), strict, assign)
+        own = inner.state_dict()
+        aligned = align_keys(state_dict, own.keys())
+        take_parts(aligned, own)
+        return inner.load_state_dict(aligned, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as part of a larger model, whose state dict has this wrapper's parameters prefix-free."""

@@ -108,6 +108,19 @@ class Group:
 
         return wait
 
+    def begin_list(self, value: float) -> Callable[[], list[float]]:
+        """Begin to tell all ranks a number; return what waits for everybody's, by rank."""
+        numbers = torch.zeros(self._control.size(), dtype=torch.float64, device="cpu")
+        numbers[self._control.rank()] = value
+        work = dist.all_reduce(numbers, group=self._control, async_op=True)
+
+        def wait() -> list[float]:
+            with self._communicating("sum over ranks"):
+                work.wait()
+            return [float(v) for v in numbers]
+
+        return wait
+
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""
         with self._communicating("broadcast over ranks"):

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel, overridden
+from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
 from everygpu.step.finite_check import RULES
+from everygpu.step.fully_sharded_update import FullyShardedUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.shards import all_params, can_shard
@@ -100,6 +102,22 @@ def _check_trains(model: DataParallel, loss: Any, optimizer: Any) -> None:
         )
 
 
+def own_precision(model: DataParallel, precision: str, check_every: int | None) -> str:
+    """Return in which precision a model computes: one that is shared out has been told so."""
+    ranks = model.rank_model
+    if not isinstance(ranks, ShardedRankModel):
+        return precision
+    own = ranks.sharding.precision or "fp32"
+    if precision not in ("fp32", own):
+        raise OptionError(
+            f"TrainStep: precision={precision!r} must be told to the DataParallel that shares the model out, got "
+            f"{own!r} there. Pass DataParallel(..., precision='bf16')."
+        )
+    if check_every is not None:
+        raise OptionError("TrainStep: check_every compares copies, and a model that is shared out has none. Leave it.")
+    return own
+
+
 def own_code(model: DataParallel) -> str:
     """Name the methods of ``DataParallel`` that a subclass, or the object, has its own of; empty if there are none."""
     has_forward = type(model).forward is not DataParallel.forward or "forward" in vars(model)
@@ -116,7 +134,12 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
             f"TrainStep: capture=True needs DataParallel's own methods, got a {type(model).__qualname__} with its own "
             f"{own}. Pass capture='auto'."
         )
-    on_gpus = all(d.type == "cuda" for d in model.replica_devices)
+    if capture is True and is_shared_out(model):
+        raise OptionError(
+            "TrainStep: capture=True needs whole parameters in one place, and this model is shared out over ranks. "
+            "Pass capture='auto'."
+        )
+    on_gpus = not is_shared_out(model) and all(d.type == "cuda" for d in model.replica_devices)
     if capture is True and not on_gpus:
         raise OptionError(
             f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.replica_devices)}. "
@@ -137,6 +160,8 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Sha
         model.give_up_recording("TrainStep was made with capture=False")
     own, counts = own_code(model), _device_counts(model)
     _check_optimizer(model, optimizer, own, counts)
+    if model.rank_model is not None and is_shared_out(model):
+        return FullyShardedUpdate(model, model.rank_model.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
     if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
@@ -174,6 +199,11 @@ def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list
         )
     if not isinstance(optimizer, ShardedOptimizer):
         return
+    if is_shared_out(model):
+        raise OptimizerError(
+            "TrainStep: a model that is shared out over ranks has its optimizer's states shared out as well, got a "
+            "ShardedOptimizer. Pass the optimizer that it was made of."
+        )
     if own and len(model.replica_devices) > 1:
         raise OptimizerError(
             f"TrainStep: a {type(model).__qualname__} with its own {own} has its gradients on the first device, "

@@ -23,7 +23,7 @@ from everygpu.step.flat_parameters import FlatParameters, PerDevice
 from everygpu.step.rank_sums import RankSums
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import Share, prefer_fused, step_unless
+from everygpu.step.update import Share, prefer_fused, step_unless, total_norm
 
 MAX_CHANGES = 3
 """Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
@@ -141,6 +141,10 @@ class ShardedUpdate:
         if self._flags is None or len(self._touched) == len(self.flat_params.params):
             return self._touched
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
+
+    def norm(self, shares: Sequence[Share]) -> Tensor:
+        """Return the norm of all gradients as one vector, shape ()."""
+        return total_norm(shares, self._model.replica_devices[0])
 
     def apply(self, found_inf: Tensor | None) -> None:
         """Step the optimizer; not at all where ``found_inf``, of shape () on the first device, is 1 and not 0."""

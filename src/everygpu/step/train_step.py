@@ -24,6 +24,7 @@ from everygpu.step.options import (
     check_model,
     check_options,
     make_strategy,
+    own_precision,
     wrap_model,
 )
 from everygpu.step.partial_grads import refusing_partial_grads
@@ -103,6 +104,7 @@ class TrainStep:
         check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
         self.model = wrap_model(model, compile=compile)
         check_model(self.model, loss, optimizer, weight)
+        precision = own_precision(self.model, precision, check_every)
         if loss is None:  # a loss for each replica is weighed alike
             self.model.weight_rule = weight = weight or self.model.weight_rule
         self.loss = loss

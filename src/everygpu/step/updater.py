@@ -8,7 +8,7 @@ from everygpu.progress import running
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Stopwatch
-from everygpu.step.update import LossScale, clip_factor, multiply, total_norm
+from everygpu.step.update import LossScale, clip_factor, multiply
 
 
 class Updater:
@@ -67,7 +67,7 @@ class Updater:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
         if clip_norm is not None or looks:
-            self.norm = total_norm(shares, self._home)
+            self.norm = self._strategy.norm(shares)
         if clip_norm is not None:
             multiply(shares, clip_factor(self.norm, clip_norm))
         value = None if losses is None else self._judge(losses, found_inf)

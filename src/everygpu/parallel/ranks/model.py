@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients, check_hooks
@@ -65,11 +65,20 @@ class RankModel:
             dim=self._dim,
             num_devices=self._num_devices,
         )
-        gradients = self._current_gradients()
+        weighed = self._begin_weighing(weight)
         with forward_of(SpreadBatch(self.group, weight)):
             output = function()
-        gradients.watch(output, weight)
-        return output
+        return weighed(output)
+
+    def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
+        """Return what is called with a forward's output, and returns what gradients will come through."""
+        gradients = self._current_gradients()
+
+        def watch(output: Any) -> Any:
+            gradients.watch(output, weight)
+            return output
+
+        return watch
 
     def _current_gradients(self) -> RankGradients:
         named = {name: p for name, p in self._params.items() if p.requires_grad}

@@ -14,11 +14,20 @@ from everygpu.torch_private.tensors import foreach_copy_
 
 
 def start_alike(group: Group, module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0, or a RankError that names the first that isn't alike."""
+    """Give every rank the parameters and buffers of rank 0."""
+    copy_from_first(group, check_alike(group, module))
+
+
+def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module of which every rank has one.
+
+    Raises:
+        RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
+    """
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
     group.check_same("parameters and buffers of the model", rows)
-    copy_from_first(group, list(named.values()))
+    return list(named.values())
 
 
 def check_devices(group: Group, devices: Sequence[torch.device]) -> None:

@@ -1,0 +1,1 @@
+"""Models that don't fit one GPU: torch's FSDP2, with one process a GPU."""

@@ -1,0 +1,155 @@
+"""What a model that is shared out does around each forward, as one of several ranks' models."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import tree
+from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
+from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
+from everygpu.parallel.ranks.gradients import check_hooks
+from everygpu.parallel.ranks.model import RankModel
+from everygpu.parallel.ranks.start import copy_from_first
+from everygpu.parallel.scatter.batch_weight import Weight
+from everygpu.ranks.group import Group
+from everygpu.ranks.spread_batch import SpreadBatch, forward_of
+
+_SMALL = 2**16
+"""Outputs of so many elements are copied, so that ``loss /= 2`` may write to them."""
+
+
+class ShardedRankModel(RankModel):
+    """Weighs what each rank's outputs count in gradients that FSDP2 averages over ranks.
+
+    Args:
+        group: The ranks.
+        dim: Where the rows of the batch are.
+        weight: Called with a batch, returns how much it counts; its rows when left out.
+        module: Shared out.
+        sharding: How.
+        old: The parameters that it had before.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        dim: int,
+        weight: Weight | None,
+        module: nn.Module,
+        sharding: Sharding,
+        old: OldParameters,
+    ) -> None:
+        super().__init__(group, dim, 1, None, weight)
+        self.sharding = sharding
+        self._module = module
+        self._old: OldParameters | None = old
+        self._device = next(module.parameters()).device
+        self._tables = [m._buffers for m in module.modules() if m._buffers]
+
+    def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        """Return a forward's output; its gradients will be weighed by this rank's rows."""
+        if self._old is not None and torch.is_grad_enabled():
+            self._old.check()  # of parameters that were listed before, an optimizer may have been made since
+            self._old = None
+            check_hooks(dict(self._module.named_parameters()))
+        return super().forward(partial(self._call, function), module, inputs, kwargs)
+
+    def _call(self, function: Callable[..., Any]) -> Any:
+        with explaining_parts():
+            output = function()
+        if not torch.is_grad_enabled():
+            reshard(self._module)
+        return output
+
+    def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
+        """Return what makes gradients of an output come multiplied by this rank's weight over the mean of all."""
+        wait = self.group.begin_list(float("nan") if isinstance(weight, Tensor) else weight)
+
+        def weigh(output: Any) -> Any:
+            weights = wait()
+            if all(w == weights[0] for w in weights):  # nan, of a weight on the device, is never equal
+                return output
+            share = _Share(self.group, weight, self._device)
+            return tree.map_leaves(lambda leaf: _weigh(leaf, share), output)
+
+        return weigh
+
+    def copy_buffers(self, module: nn.Module) -> None:
+        """Have all ranks begin with rank 0's buffers, in training."""
+        if module.training:
+            copy_from_first(self.group, [b for table in self._tables for b in table.values() if b is not None])
+
+    @contextlib.contextmanager
+    def apart(self, module: nn.Module) -> Iterator[None]:
+        """Leave weighing and buffers to the caller within."""
+        before, self._is_apart = self._is_apart, True
+        try:
+            with forward_of(SpreadBatch(self.group, 1.0)):
+                yield
+        finally:
+            self._is_apart = before
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """At ``"optimizer"``, keep whole gradients and parameters from backwards within to the first one after it.
+
+        At the other levels gradients are shared out after every backward: whole ones may not fit.
+        """
+        root: Any = self._module
+        holds = self.sharding.level == "optimizer" and not self._is_held
+        if holds:
+            self._is_held = True
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            if holds:
+                self._is_held = False
+                root.set_requires_gradient_sync(True)
+                root.set_reshard_after_backward(True)
+
+
+def is_shared_out(wrapper: Any) -> bool:
+    """Tell whether a ``DataParallel`` has a part of each parameter on every rank."""
+    return isinstance(wrapper.rank_model, ShardedRankModel)
+
+
+class _Share:
+    """This rank's weight over the mean of all ranks' weights, computed on the device."""
+
+    def __init__(self, group: Group, weight: float | Tensor, device: torch.device) -> None:
+        self._size = group.size
+        self._own = torch.zeros((), dtype=torch.float64, device=device).add_(weight)
+        self._total = self._own.clone()
+        self._wait = group.all_reduce(self._total)
+        self._value: Tensor | None = None
+
+    def scale(self, grad: Tensor) -> Tensor:
+        """Multiply a gradient; that of a rank without rows, whose mean is nan, becomes zero."""
+        if self._value is None:
+            self._wait()
+            self._value = self._own / self._total * self._size
+        return torch.where(self._value == 0, 0, grad * self._value.to(grad.dtype))
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: _Share) -> Tensor:
+        ctx.share = share
+        return x.clone() if x.numel() <= _SMALL else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.share.scale(grads[0]), None
+
+
+def _weigh(leaf: Any, share: _Share) -> Any:
+    # What other objects hold, as a cache of keys and values, FSDP2 can't see: no gradient goes through it from outside.
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return _Weigh.apply(leaf, share)  # type: ignore[no-untyped-call]
+    return leaf

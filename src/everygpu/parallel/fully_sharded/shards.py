@@ -1,0 +1,57 @@
+"""Tensors of which each rank has some rows: which they are, the whole of one, and a rank's part of a whole."""
+
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_shard(x: Any) -> bool:
+    """Tell a tensor of which other ranks have the other rows, torch's DTensor, without importing that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """Return a tensor with all ranks' rows, on its device; all ranks call it."""
+    whole: Tensor = x.detach().full_tensor()  # type: ignore[attr-defined]
+    return whole
+
+
+def local_part(x: Tensor) -> Tensor:
+    """Return the rows that this rank has, which share memory with the tensor."""
+    return x.to_local() if is_shard(x) else x  # type: ignore[attr-defined]
+
+
+def part_like(whole: Tensor, x: Any) -> Tensor:
+    """Return this rank's rows of a tensor that it has whole, spread as ``x`` is."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = whole.detach()
+    for placement, size, rank in zip(x.placements, x.device_mesh.shape, x.device_mesh.get_coordinate()):
+        if isinstance(placement, Shard):
+            rows = -(-local.shape[placement.dim] // size)
+            begin = min(rank * rows, local.shape[placement.dim])
+            local = local.narrow(placement.dim, begin, min(rows, local.shape[placement.dim] - begin))
+    local = local.to(x.device, copy=True, memory_format=torch.contiguous_format)
+    made: Tensor = DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+    )
+    return made
+
+
+def take_parts(state: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Put this rank's parts in the places of whole tensors in a state dict, where its own state has such."""
+    for name, value in own.items():
+        if is_shard(value) and isinstance(state.get(name), Tensor) and not is_shard(state[name]):
+            state[name] = part_like(state[name], value)
+
+
+def replicated(x: Tensor, like: Any) -> Tensor:
+    """Show a tensor that is the same on all ranks as torch wants it beside those that are shared out."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    made: Tensor = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return made

@@ -1,0 +1,248 @@
+"""What goes wrong with FSDP2 without a word, or in words of its own."""
+
+import copy
+import pickle
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everygpu
+from everygpu.errors import CallError, CopyError, ModuleError, OptimizerError, RankError
+from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+from everygpu.ranks.group import join
+from tests.parallel.fully_sharded.training import VOCABULARY, Net, batch, whole_state
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_python")
+
+
+def share(module, level="parameters", **options):
+    return everygpu.DataParallel(module, ["cpu"], shard=level, **options)
+
+
+def an_optimizer_of_before():
+    """One that was made before is found at the wrapping, one made of an old list at the first forward."""
+    net = Net()
+    early = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(OptimizerError, match=r"SGD was made before .* embedding.weight"):
+        share(net)
+    del early
+    net = Net()
+    params = list(net.parameters())
+    model = share(net)
+    late = torch.optim.SGD(params, 0.1)
+    with pytest.raises(OptimizerError, match="trains? nothing"):
+        model(batch(0, 2)[0])
+    del late, params
+    return True
+
+
+def values_of_rank_0():
+    """All begin with rank 0's values, wherever theirs were from."""
+    torch.manual_seed(join().rank)
+    net = Net()
+    expected = join().broadcast_object(net.state_dict())
+    found = whole_state(share(net))
+    return all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def models_that_cannot_be_shared():
+    for module, message in (
+        (Scalar(), "parameter scale is of shape"),
+        (nn.Embedding(4, 2, sparse=True), "sparse gradients"),
+        (nn.LazyLinear(2), "lazy"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.GRU(2, 2)), "0.weight is of torch.float32 and 1"),
+        (torch.compile(nn.Linear(2, 2)), "engine='compile'"),
+        (meta(Net), "buffer scale is on the meta device"),
+    ):
+        with pytest.raises(ModuleError, match=message):
+            share(module, wrap=[nn.GRU] if isinstance(module, nn.Sequential) else None)
+    with pytest.raises(RankError, match="must be the same on all ranks"):
+        share(nn.Linear(2, 2 + join().rank))
+    return True
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+class NoReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 2))
+        self.register_buffer("kept", torch.ones(2, device="cpu"), persistent=False)
+
+    def forward(self, x):
+        return x
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(meta(lambda: nn.Linear(6, 6)) for _ in range(2))
+        self.other = meta(NoReset)
+
+    def forward(self, x):
+        return self.other(x)
+
+
+def parameters_on_the_meta_device():
+    """They get values where their modules say how, each rank others; what has values keeps them."""
+    torch.manual_seed(0)
+    module = Mixed()
+    model = share(module)
+    state = whole_state(model)
+    weight = state["blocks.0.weight"]
+    assert weight.abs().max() <= 6**-0.5
+    assert len(weight.flatten().unique()) == 36
+    assert state["other.weight"].isnan().all()
+    assert model.other.kept.tolist() == [1, 1]
+    model.load_state_dict({key: torch.full_like(value, 2) for key, value in state.items()})
+    assert all((value == 2).all() for value in whole_state(model).values())
+    return True
+
+
+class Past(Net):
+    """Uses a weight of a block from outside of it."""
+
+    def forward(self, ids):
+        return F.linear(super().forward(ids), self.embedding.weight.T)
+
+
+def blocks_called_past_forward():
+    ids = batch(0, 2)[0]
+    with pytest.raises(CallError, match="Pass wrap="):
+        share(Past())(ids)
+    assert share(Past(), wrap=[type(Net().blocks[0])])(ids).shape == (2, 6)
+    return True
+
+
+class Generating(Net):
+    """Looks at its own parts before it calls itself, as an encoder's ``generate`` does."""
+
+    def generate(self, ids):
+        for _ in range(2):
+            picked = (self.norm.weight[0].sum() + self(ids).sum(1)).argmax(0) % VOCABULARY
+            ids = torch.cat([ids, picked.expand(len(ids), 1)], 1)
+        return ids
+
+
+def methods_that_call_parts():
+    torch.manual_seed(0)
+    net, ids = Generating(), batch(0, 2)[0]
+    with torch.no_grad():
+        expected = net.generate(ids)
+    for level in ("parameters", "gradients"):
+        model = share(copy.deepcopy(net), level)
+        with torch.no_grad():
+            assert torch.equal(model.generate(ids), expected)
+            assert torch.equal(model.call_method("generate", ids), expected)
+            model(ids)
+        assert all(map(is_shard, model.parameters())), "an optimizer made now has what trains"
+    return True
+
+
+def copies_and_norms():
+    model = share(Net())
+    for make_copy in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(CopyError, match=r"everygpu\.save"):
+            make_copy(model)
+    assert type(model.module).__mro__[2] is Net
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
+    model.blocks[0].up.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(CallError, match="a hook on parameter blocks.0.up.weight"):
+        model(batch(0, 2)[0])
+    return True
+
+
+def norms_are_the_whole_gradients():
+    ids, y = batch(0, 4)
+    torch.manual_seed(0)
+    net = Net()
+    F.cross_entropy(net(ids), y).backward()
+    expected = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    torch.manual_seed(0)
+    model = share(Net())
+    F.cross_entropy(model(ids), y).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(whole_of(model.head.weight.grad), net.head.weight.grad)
+    return True
+
+
+def losses_written_to_in_place():
+    """Where ranks' batches differ, too."""
+    model = share(Net())
+    ids, y = batch(0, 2 + join().rank)
+    loss = F.cross_entropy(model(ids), y)
+    loss /= 2
+    loss.backward()
+    output = model(ids)
+    output += 1
+    output.sum().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+def an_error_in_forward():
+    """The next forward and backward are as ever."""
+    model = share(Net())
+    with pytest.raises(IndexError):
+        model(torch.full((2, 4), VOCABULARY))
+    ids, y = batch(0, 2)
+    F.cross_entropy(model(ids), y).backward()
+    return model.head.weight.grad is not None
+
+
+def bf16_with_masters_in_fp32():
+    model = share(Net(), precision="bf16")
+    seen = []
+    model.blocks[1].up.register_forward_hook(
+        lambda module, args, output: seen.append((module.weight.dtype, output.dtype))
+    )
+    ids, y = batch(0, 2 + join().rank)
+    F.cross_entropy(model(ids).float(), y).backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    half = share(Net().to(torch.bfloat16))
+    F.cross_entropy(half(ids), y).backward()
+    return {p.grad.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+CHECKS = (
+    an_optimizer_of_before,
+    values_of_rank_0,
+    models_that_cannot_be_shared,
+    parameters_on_the_meta_device,
+    blocks_called_past_forward,
+    methods_that_call_parts,
+    copies_and_norms,
+    norms_are_the_whole_gradients,
+    losses_written_to_in_place,
+    an_error_in_forward,
+    bf16_with_masters_in_fp32,
+)
+
+
+def check_all():
+    found = {}
+    for check in CHECKS:
+        try:
+            found[check.__name__] = check()
+        except BaseException:
+            found[check.__name__] = traceback.format_exc()
+    return found
+
+
+def test_traps(tmp_path):
+    for found in run_ranks(check_all, size=2, folder=tmp_path):
+        assert found == {check.__name__: True for check in CHECKS}, "\n".join(map(str, found.values()))

@@ -1,0 +1,158 @@
+"""Small models trained by one device, and by ranks that share them out."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everygpu
+from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+
+NUM_STEPS, VOCABULARY, WIDTH = 5, 11, 6
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 7), nn.Linear(7, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """A transformer's shape: an embedding, blocks, a head, which may be tied; rows don't divide by ranks."""
+
+    def __init__(self, tied=False, frozen=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if frozen:
+            self.blocks[0].requires_grad_(False)
+            self.embedding.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embedding(ids).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.scale.prod()
+
+
+def adamw(params):
+    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.05)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Case:
+    """How a model is trained."""
+
+    make: Callable[[], nn.Module] = Net
+    level: str = "parameters"
+    optimizer: Callable[..., torch.optim.Optimizer] = adamw
+    clip: float | None = None
+    accumulate: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = (3, 2, 4, 3)
+    """Of each rank in each batch."""
+
+
+def batch(step, num_rows):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (num_rows, 4), generator=generator)
+    return ids, torch.randint(0, VOCABULARY, (num_rows,), generator=generator)
+
+
+def make(case):
+    torch.manual_seed(0)
+    return case.make()
+
+
+def backward_in_bf16(net, ids, y):
+    """Compute in a copy of that dtype, and leave gradients to the parameters in float32."""
+    half = copy.deepcopy(net).to(torch.bfloat16)
+    half.scale = net.scale
+    half.zero_grad()
+    loss = F.cross_entropy(half(ids), y)
+    loss.backward()
+    for p, q in zip(net.parameters(), half.parameters()):
+        p.grad = q.grad.float() if p.grad is None else p.grad + q.grad
+    return loss
+
+
+def train_alone(case, size, *, as_step=False):
+    """Train on one device; return each step's loss and norm, and the parameters."""
+    net = make(case)
+    optimizer = case.optimizer(net.parameters())
+    found = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for part in range(case.accumulate):
+            ids, y = batch(step * case.accumulate + part, sum(case.rows[:size]))
+            if case.options.get("precision") == "bf16":
+                loss = backward_in_bf16(net, ids, y)
+            else:
+                loss = F.cross_entropy(net(ids), y)
+                (loss / case.accumulate if as_step else loss).backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), case.clip) if case.clip else torch.zeros(())
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    return found, net.state_dict()
+
+
+def train_on_ranks(case, rank, size):
+    """Train the same as one of several ranks."""
+    model = everygpu.DataParallel(make(case), ["cpu"], shard=case.level, **case.options)
+    optimizer = case.optimizer(model.parameters())
+    begin = sum(case.rows[:rank])
+    mine = slice(begin, begin + case.rows[rank])
+    found = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for part in range(case.accumulate):
+            ids, y = batch(step * case.accumulate + part, sum(case.rows[:size]))
+            if part < case.accumulate - 1:
+                with model.no_sync():
+                    F.cross_entropy(model(ids[mine]), y[mine]).backward()
+            else:
+                loss = F.cross_entropy(model(ids[mine]), y[mine])
+                loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip) if case.clip else torch.zeros(())
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    return found, whole_state(model)
+
+
+def step_on_ranks(case, rank, size):
+    """Train the same by ``TrainStep``, whose loss and gradient are the means over all of an update."""
+    model = everygpu.DataParallel(make(case), ["cpu"], shard=case.level, **case.options)
+    optimizer = case.optimizer(model.parameters())
+    step = everygpu.TrainStep(
+        model, F.cross_entropy, optimizer, accumulate=case.accumulate, clip_norm=case.clip, on_nonfinite="skip"
+    )
+    begin = sum(case.rows[:rank])
+    mine = slice(begin, begin + case.rows[rank])
+    found = []
+    for number in range(NUM_STEPS * case.accumulate):
+        ids, y = batch(number, sum(case.rows[:size]))
+        loss = step(ids[mine], y[mine])
+        if (number + 1) % case.accumulate == 0:
+            found.append((loss.item(), step.stats().grad_norm if case.clip else 0))
+    return found, whole_state(model)
+
+
+def whole_state(model):
+    """Return a state dict whole, without a share's rows."""
+    return {k: whole_of(v) if is_shard(v) else v.detach().clone() for k, v in model.state_dict().items()}
