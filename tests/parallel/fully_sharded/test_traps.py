@@ -118,7 +118,13 @@ def parameters_on_the_meta_device():
     assert model.other.kept.tolist() == [1, 1]
     model.load_state_dict({key: torch.full_like(value, 2) for key, value in state.items()})
     assert all((value == 2).all() for value in whole_state(model).values())
-    return True
+    tied = meta(lambda: Net(tied=True))
+    tied.scale = torch.ones(2)
+    tied = share(tied)
+    assert tied.embedding.weight is tied.head.weight
+    assert not any(value.isnan().any() for value in whole_state(tied).values())
+    F.cross_entropy(tied(batch(0, 2)[0]), batch(0, 2)[1]).backward()
+    return is_shard(tied.head.weight.grad)
 
 
 class Past(Net):
@@ -207,6 +213,10 @@ def an_error_in_forward():
     model = share(Net())
     with pytest.raises(IndexError):
         model(torch.full((2, 4), VOCABULARY))
+    handle = model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(0, 2)[0])
+    handle.remove()
     ids, y = batch(0, 2)
     F.cross_entropy(model(ids), y).backward()
     return model.head.weight.grad is not None

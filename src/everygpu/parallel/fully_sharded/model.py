@@ -59,8 +59,14 @@ class ShardedRankModel(RankModel):
         return super().forward(partial(self._call, function), module, inputs, kwargs)
 
     def _call(self, function: Callable[..., Any]) -> Any:
-        with explaining_parts():
-            output = function()
+        try:
+            with explaining_parts():
+                output = function()
+        except BaseException:
+            # Else the next forward gathers parameters without waiting for the optimizer. torch has it from 2.13 on.
+            with contextlib.suppress(RuntimeError):  # of a first forward that didn't get as far as the root's
+                getattr(self._module, "reset_iter_state", lambda: None)()
+            raise
         if not torch.is_grad_enabled():
             reshard(self._module)
         return output
