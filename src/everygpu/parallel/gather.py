@@ -270,14 +270,14 @@ def _are_listed_rows(lists: list[Any], joiner: Joiner) -> bool:
     pairs = [(item, n) for items, n in zip(lists, rows) for item in items]
     if not pairs or any(isinstance(i, (Tensor, list, tuple, *_NUMBERS)) or tree.is_array(i) for i, _ in pairs):
         return False
-    leaves = [(x, n) for item, n in pairs for _, x in tree.leaves(item, "")]
-    tensors = [(x, n) for x, n in leaves if isinstance(x, Tensor) or tree.is_array(x)]
     if len(set(rows)) > 1:
         return True
+    leaves = ((x, n) for item, n in pairs for _, x in tree.leaves(item, ""))
+    tensors = [(x, n) for x, n in leaves if isinstance(x, Tensor) or tree.is_array(x)]
     if not tensors:
         return not all(_is_equal(items, lists[0]) for items in lists[1:])
-    dims = [(x, n, range(-x.ndim, x.ndim)) for x, n in tensors if x.ndim and x.shape != (1,)]
-    return any(joiner.dim not in allowed or x.shape[joiner.dim] != n for x, n, allowed in dims)
+    dims = ((x, n, -x.ndim <= joiner.dim < x.ndim) for x, n in tensors if x.ndim and x.shape != (1,))
+    return any(not is_deep or x.shape[joiner.dim] != n for x, n, is_deep in dims)
 
 
 def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:

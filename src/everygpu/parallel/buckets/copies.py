@@ -1,13 +1,16 @@
 """One tensor on several devices, and its gradients added up."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
+
+NOTHING = nullcontext()
+"""A context that may be entered again and again: making one takes as long as a small operation."""
 
 
 def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
@@ -52,15 +55,18 @@ class Streams:
     """
 
     def __init__(self, *devices: torch.device) -> None:
-        cuda = dict.fromkeys(d for d in devices if d.type == "cuda")
+        cuda = dict.fromkeys([d for d in devices if d.type == "cuda"])
         self._streams = [torch.cuda.current_stream(d) for d in cuda]
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
+    def current(self) -> AbstractContextManager[object]:
+        """Make them current within."""
+        others = [s for s in self._streams if torch.cuda.current_stream(s.device) != s] if self._streams else []
+        if not others:
+            return NOTHING
+        stack = ExitStack()
+        for stream in others:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
 
 
 def sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -273,13 +273,18 @@ def _find(kind: type) -> BatchType | None:
         return found
 
 
-_NO_ROWS = "Leave out a last batch with fewer rows than ranks, as by drop_last=True, or pass it"
+def _check_rows(rows: Sequence[int], what: str) -> None:
+    """Refuse parts without rows, as a rank may get them, of what can't be without."""
+    if 0 in rows:
+        raise SplitError(
+            f"scatter: a {what} has 1 row or more, got none for a part of it. Leave out a last batch with fewer rows "
+            f"than ranks, as by drop_last=True, or pass it padded."
+        )
 
 
 def _split_packed(batch: PackedSequence, rows: Sequence[int]) -> list[PackedSequence]:
+    _check_rows(rows, "PackedSequence")
     padded, lengths = pad_packed_sequence(batch, batch_first=True)
-    if 0 in rows:
-        raise SplitError(f"scatter: a PackedSequence has 1 row or more, got none for a part of it. {_NO_ROWS} padded.")
     return [_pack(padded[part], lengths[part], is_sorted=batch.sorted_indices is None) for part in spans(rows)]
 
 
@@ -303,8 +308,9 @@ def _move_packed(batch: PackedSequence, device: torch.device) -> PackedSequence:
 
 
 def _split_nested(batch: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    _check_rows(rows, "nested tensor")
     parts = batch.unbind()
-    return [_nest(parts[part], batch.layout) if parts[part] else _nest_nothing(batch) for part in spans(rows)]
+    return [_nest(parts[part], batch.layout) for part in spans(rows)]
 
 
 def _join_nested(batches: Sequence[Tensor]) -> Tensor:
@@ -320,19 +326,6 @@ def _move_nested(batch: Tensor, device: torch.device) -> Tensor:
     """Copy row by row: autograd takes no gradient of layout jagged from one GPU to another."""
     rows = batch.unbind() if batch.device != device else ()
     return _nest([comm.copy(row, device) for row in rows], batch.layout) if rows else comm.copy(batch, device)
-
-
-def _nest_nothing(batch: Any) -> Tensor:
-    """Return a nested tensor like another, but without rows."""
-    if batch.layout is not torch.jagged:
-        raise SplitError(
-            f"scatter: a nested tensor of layout torch.strided has 1 row or more, got none for a part of it. "
-            f"{_NO_ROWS} with layout=torch.jagged."
-        )
-    ragged = next(d for d, size in enumerate(batch.shape) if isinstance(size, torch.SymInt))
-    values, offsets = batch.values().narrow(ragged - 1, 0, 0), torch.zeros_like(batch.offsets()[:1])
-    nested: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
-    return nested
 
 
 def _split_graphs(batch: Any, rows: Sequence[int]) -> list[Any]:

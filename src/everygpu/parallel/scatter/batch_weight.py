@@ -52,27 +52,22 @@ def weigh_batch(
 
 def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: torch.device) -> None:
     """Note how much the result of each replica of a call counts, where that isn't by its rows."""
-    found: list[float | Tensor | None]
     if call.rows is None or call.counts_alike:
         return
-    if weight is None:
-        found = [_count_labels(kwargs, module) for kwargs in call.kwargs]
-    else:
-        shares = zip(call.args, call.kwargs)
-        found = [weigh_batch(weight, "DataParallel", a, k, module=module, dim=0, num_devices=1) for a, k in shares]
+    found = [
+        _count_labels(kwargs, module)
+        if weight is None
+        else weigh_batch(weight, "DataParallel", args, kwargs, module=module, dim=0, num_devices=1)
+        for args, kwargs in zip(call.args, call.kwargs)
+    ]
     numbers = [x for x in found if x is not None]
     if len(numbers) < len(found):
         return
     if any(isinstance(x, Tensor) for x in numbers):
-        call.weights = DeviceWeights(torch.stack([_at(home, x) for x in numbers]))
+        tensors = [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=home) for x in numbers]
+        call.weights = DeviceWeights(torch.stack([comm.copy(x.to(torch.float64), home) for x in tensors]))
     else:
-        call.weights = tuple(float(x) for x in numbers)
-
-
-def _at(home: torch.device, x: float | Tensor) -> Tensor:
-    if isinstance(x, Tensor):
-        return comm.copy(x.to(torch.float64), home)
-    return torch.full((), x, dtype=torch.float64, device=home)
+        call.weights = tuple(map(float, numbers))
 
 
 def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:

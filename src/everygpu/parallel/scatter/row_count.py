@@ -16,7 +16,8 @@ from everygpu.parallel.sharded.batch import ShardedBatch
 
 logger = logging.getLogger("everygpu")
 
-_NO_ROWS = (int, float, complex, bool, type(None))
+_NUMBERS = (int, float, complex, bool, type(None))
+WITHOUT_ROWS = frozenset({*_NUMBERS, str, bytes, torch.dtype, torch.device, torch.Size})
 
 Named = Sequence[tuple[str, Any]]
 """Values with their names, such as ``("args[0]", x)``."""
@@ -67,7 +68,7 @@ def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
 
 def count_rows(leaves: Named, dim: int, num_devices: int) -> int | None:
     """Return the number of rows that all leaves agree on, but for one entry per device; see ``find_rows``."""
-    counts = [(path, leaf, rows_of(path, leaf, dim)) for path, leaf in leaves]
+    counts = [(path, x, rows_of(path, x, dim)) for path, x in leaves if type(x) not in WITHOUT_ROWS]
     sized = [found for found in counts if found[2] is not None]
     if len({rows for _, _, rows in sized}) > 1:
         others = [x for x in sized if num_devices == 0 or not _is_entry_per_device(x[1], num_devices, dim)]
@@ -164,7 +165,7 @@ def warn_of_lists(found: Arguments, num_rows: int, dim: int) -> None:
             num_sized = sum(rows_of(name, leaf, dim) is not None for name, leaf in found.leaves)
             if len(others) > 1 and len(items) == num_sized:
                 _warn_of_list(path, f"a list of tensors of several shapes, each of which is cut along dim {dim}")
-        elif len(items) == num_rows and not issubclass(kind, _NO_ROWS):
+        elif len(items) == num_rows and not issubclass(kind, _NUMBERS):
             inside = f"{path}[0]"
             if not any(name.startswith(inside) and tree.has_dims(leaf) for name, leaf in found.leaves):
                 what = f"a list of {num_rows} items ({kind.__qualname__}), as many as the batch has rows"

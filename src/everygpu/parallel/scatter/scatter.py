@@ -22,7 +22,13 @@ from everygpu.parallel.scatter.batch_types import (
     spans,
     split_batch,
 )
-from everygpu.parallel.scatter.row_count import Arguments, count_rows, name_arguments, warn_of_lists
+from everygpu.parallel.scatter.row_count import (
+    WITHOUT_ROWS,
+    Arguments,
+    count_rows,
+    name_arguments,
+    warn_of_lists,
+)
 from everygpu.parallel.scatter.split import Replicated, Split, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
 
@@ -125,6 +131,8 @@ class _Cutter:
         """Batches whose own shards go to the replicas, and the shards' versions."""
 
     def cut(self, leaf: Any) -> Sequence[Any]:
+        if type(leaf) in WITHOUT_ROWS:
+            return [leaf] * len(self.devices)
         known = None if type(leaf) is Tensor and not leaf.is_nested else batch_type(leaf)
         if known is not None:
             parts = split_batch(leaf, known, self.rows) if len(self.rows) > 1 else [leaf]

@@ -5,13 +5,9 @@ registers its operators' strategies; importing any module of the package runs it
 """
 
 from everygpu.parallel.sharded.batch import ShardedBatch
-from everygpu.parallel.sharded.dispatch import Dispatch, RuleTable
+from everygpu.parallel.sharded.dispatch import Dispatch
 from everygpu.parallel.sharded.functions import function_for
-from everygpu.parallel.sharded.rules import RULES, in_place, pointwise, run_joined
+from everygpu.parallel.sharded.rules import RULES, RuleTable, run_joined
 from everygpu.parallel.sharded.views import VIEWS
 
-ShardedBatch._dispatch = Dispatch(
-    function_for=function_for,
-    rules=RuleTable({**RULES, **VIEWS}, pointwise=pointwise, in_place=in_place),
-    run_joined=run_joined,
-)
+ShardedBatch._dispatch = Dispatch(function_for=function_for, rules=RuleTable(RULES | VIEWS), run_joined=run_joined)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from everygpu.parallel.buckets.copies import NOTHING
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.sharded.dispatch import Args, Declined, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
-    NOTHING,
     ShardLayout,
     concatenate,
     inference_mode,

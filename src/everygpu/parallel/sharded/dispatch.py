@@ -29,28 +29,6 @@ class Dispatch:
     """Runs operations without a rule, and those whose rule declines."""
 
 
-class RuleTable(dict[Any, "Rule | None"]):
-    """Rules by operation; one that isn't named gets its rule from its tags when it is first asked for."""
-
-    def __init__(self, rules: Mapping[Any, Rule], *, pointwise: Rule, in_place: Rule) -> None:
-        super().__init__(rules)
-        self._pointwise, self._in_place = pointwise, in_place
-
-    def __missing__(self, func: Any) -> Rule | None:
-        self[func] = rule = self._by_tags(func)
-        return rule
-
-    def _by_tags(self, func: Any) -> Rule | None:
-        tags = getattr(func, "tags", ())
-        # Random numbers are drawn for the whole, in its order.
-        if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or func.is_view:
-            return None
-        written = [place for place, _ in written_arguments(func)]
-        if written not in ([], [0]) or any(str(r.type) != "Tensor" for r in func._schema.returns):
-            return None
-        return self._in_place if written else self._pointwise
-
-
 def rules_for(*families: tuple[Rule, str]) -> dict[Any, Rule]:
     """Build a table from each named operation to its rule."""
     return {operation: rule for rule, names in families for operation in operations(names)}

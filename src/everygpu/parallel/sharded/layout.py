@@ -5,7 +5,7 @@ import math
 import operator
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-
-NOTHING = nullcontext()
-"""A context that may be entered again and again: making one takes as long as a small operation."""
+from everygpu.parallel.buckets.copies import NOTHING, Streams
 
 
 class DeviceWeights(Sequence[float]):
@@ -61,8 +59,8 @@ class ShardLayout:
     weights: Sequence[float] | None
     """How much each part counts, by its rows most often, when every replica returned one number for all its rows."""
     home_stream: torch.cuda.Stream | None
-    streams: tuple[torch.cuda.Stream, ...]
-    """Streams of the other GPUs on which the parts were computed."""
+    streams: Streams
+    """Of the other GPUs on which the parts were computed."""
     lock: AbstractContextManager[Any] = field(default_factory=threading.RLock, compare=False)
     """Held while joined values are made; made once a layout, as most batches are never joined."""
 
@@ -77,14 +75,8 @@ class ShardLayout:
         return tuple(n / sum(counts) for n in counts)
 
     def on_streams(self) -> AbstractContextManager[object]:
-        """Make the parts' streams current: autograd's threads restore the stream of one device only."""
-        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s] if self.streams else []
-        if not others:
-            return NOTHING
-        stack = ExitStack()
-        for stream in others:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
+        """Make the parts' streams current, also in autograd's threads."""
+        return self.streams.current()
 
     @contextmanager
     def on_home_stream(self) -> Iterator[None]:
@@ -104,14 +96,13 @@ def layout_of(
     home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[float] | None
 ) -> ShardLayout:
     """Describe a batch whose parts were computed on the current streams."""
-    others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
     return ShardLayout(
         home=home,
         devices=tuple(devices),
         sizes=tuple(sizes),
         weights=weights if weights is None or isinstance(weights, DeviceWeights) else tuple(weights),
         home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
-        streams=tuple(torch.cuda.current_stream(d) for d in others),
+        streams=Streams(*(d for d in devices if d != home)),
     )
 
 

@@ -342,6 +342,20 @@ def _class_operands(x: Any, target: Tensor, weight: Tensor | None) -> tuple[Shar
     return spec, [parts_of(x), targets, weights]
 
 
+class RuleTable(dict[Any, "Rule | None"]):
+    """Rules by operation; one that isn't named gets its rule from its tags when it is first asked for."""
+
+    def __missing__(self, func: Any) -> Rule | None:
+        tags, written = getattr(func, "tags", ()), [place for place, _ in written_arguments(func)]
+        rule: Rule | None = None
+        # Random numbers are drawn for the whole, in its order.
+        is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        if is_pointwise and not func.is_view and all(str(r.type) == "Tensor" for r in func._schema.returns):
+            rule = pointwise if not written else in_place if written == [0] else None
+        self[func] = rule
+        return rule
+
+
 UNTAGGED = (
     "_prelu_kernel _prelu_kernel_backward elu_backward floor_divide hardshrink_backward hardsigmoid_backward hardswish "
     "hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill "

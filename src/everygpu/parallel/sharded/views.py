@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,21 +50,16 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> Any:
         layout = replace(layout, sizes=plan.sizes)
     # Once the joined tensor is current, only the shapes of the parts are.
     parts = [plan.func(p, *more) for p, more in zip(x._parts, plan.args)]
-    again = functools.partial(_apply, func, args[1:], kwargs)
+
+    def again(t: Tensor) -> Any:
+        return func(t, *args[1:], **kwargs)
+
     if isinstance(parts[0], Tensor):
         return wrap_view(x, plan.places[0], parts, layout, plan.dim, again)
     return [
-        wrap_view(x, place, column, layout, plan.dim, functools.partial(_pick, again, i))
+        wrap_view(x, place, column, layout, plan.dim, lambda t, i=i: again(t)[i])  # type: ignore[misc]
         for i, (place, column) in enumerate(zip(plan.places, zip(*parts)))
     ]
-
-
-def _apply(func: Any, args: Args, kwargs: Kwargs, x: Tensor) -> Any:
-    return func(x, *args, **kwargs)
-
-
-def _pick(view_of: Callable[[Tensor], Any], index: int, x: Tensor) -> Any:
-    return view_of(x)[index]
 
 
 @functools.lru_cache(maxsize=2048)
