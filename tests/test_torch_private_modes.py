@@ -2,7 +2,7 @@
 
 import torch
 
-from everygpu.torch_private import autograd, distributed, modes
+from everygpu.torch_private import autograd, distributed
 
 
 def test_batched_tensors_are_told_from_others():
@@ -15,17 +15,6 @@ def test_batched_tensors_are_told_from_others():
     assert seen == [False, True, True]
     assert not autograd.are_batched([None, torch.ones(1)])
     assert autograd.are_batched([]) is False
-
-
-def test_torch_function_can_be_left_out():
-    class Seen(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            return "seen"
-
-    x = torch.ones(1).as_subclass(Seen)
-    with modes.without_torch_function():
-        assert x.tanh() != "seen"
 
 
 def test_the_store_of_a_process_group(tmp_path):

@@ -257,7 +257,7 @@ def other_net() -> Net:
         ({"epoch": torch.Generator()}, "epoch was saved as a plain"),
         ({"shufle": torch.Generator()}, r"shufle\. .*Did you mean shuffle\?"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_what_does_not_fit_changes_nothing(path: Path, what: dict[str, Any], match: str) -> None:
     assert_nothing_changes(CheckpointMismatchError, path, match, **what)

@@ -97,7 +97,7 @@ def test_a_twin_gives_the_same_batches():
         *((SMALL, {"candidates": value}, "candidates are whole numbers") for value in ([], [-1], 3, [True])),
         (DataLoader(TensorDataset(torch.ones(0))), {"candidates": [0]}, "gives no batch"),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, (str, dict)) else "loader",
 )
 def test_wrong_options(loader, options, message):
     with pytest.raises(OptionError, match=message):

@@ -32,6 +32,9 @@ def check(
     loss: Any = F.cross_entropy,
     count: int = 2,
     first: Any = ((X, Y), {}),
+    makes_loss: bool = False,
+    wrapper: dict[str, Any] | None = None,
+    num: int = 1,
     **options: Any,
 ) -> None:
     """Go through a scenario with recorded steps and without; losses and all values must be equal."""
@@ -40,10 +43,12 @@ def check(
     for capture in (False, "auto"):
         torch.manual_seed(0)
         net = make().to(used[0])
-        criterion = loss() if isinstance(loss, type) else loss
-        step = Step(everygpu.DataParallel(net, used), criterion, adamw(net), capture=capture, **options)
+        criterion = loss() if makes_loss else loss
+        step = Step(
+            everygpu.DataParallel(net, used, **(wrapper or {})), criterion, adamw(net), capture=capture, **options
+        )
         losses = [step(*first[0], **first[1]) for _ in range(NUM_BEFORE)]
-        assert not capture or num_recordings(step) == 1
+        assert not capture or num_recordings(step) == num
         scenario(step, losses)
         found.append((torch.stack(losses), copy.deepcopy(net.state_dict())))
     (plain, values), (recorded, ours) = found

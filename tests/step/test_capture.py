@@ -93,18 +93,27 @@ def assert_replicas_equal(step: everygpu.TrainStep) -> None:
         assert all(first.cpu().equal(other.cpu()) for other in others)
 
 
+def check_same(
+    recording: Devices, optimizer: str = "SGD", *, count: int = 2, make: Any = Net, data: Any = None, num: int = 1,
+    rtol: float = 1e-4, atol: float = 1e-5, **options: Any,
+) -> everygpu.TrainStep:  # fmt: skip
+    """Train without and with recordings, of which there are to be so many; everything must be equal."""
+    used = recording(count)
+    found = batches(NUM_STEPS, used[0]) if data is None else data(used)
+    nets = [make().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, found, OPTIMIZERS[optimizer], capture=False, **options)
+    recorded, step = train(nets[1], used, found, OPTIMIZERS[optimizer], **options)
+    assert num_recordings(step) == num
+    torch.testing.assert_close(recorded, plain, rtol=rtol, atol=atol)
+    assert_nets_equal(nets[1], nets[0], rtol=10 * rtol, atol=10 * atol)
+    assert_replicas_equal(step)
+    return step
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) -> None:
-    used = recording(count)
-    data = batches(NUM_STEPS, used[0])
-    nets = [Net().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS[name])
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=1e-5, atol=1e-6)
-    assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)
-    assert_replicas_equal(step)
+    step = check_same(recording, name, count=count, rtol=1e-5, atol=1e-6)
     assert step.stats().num_steps == NUM_STEPS
     assert min(step.stats().phase_s.values()) >= 0
 
@@ -121,29 +130,19 @@ def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) 
     ids=str,
 )
 def test_with_every_option(recording: Devices, options: dict[str, Any]) -> None:
-    used = recording(2)
-    data = batches(NUM_STEPS, used[0])
-    nets = [Net().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=False, **options)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["AdamW"], **options)
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
-    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
-    assert_replicas_equal(step)
+    check_same(recording, "AdamW", **options)
+
+
+def in_bf16(used: list[torch.device]) -> list[Batch]:
+    return [(x.bfloat16(), y) for x, y in batches(NUM_STEPS, used[0])]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_recorded_steps_of_parameters_in_bf16(recording: Devices, name: str, clip_norm: float | None) -> None:
-    used = recording(2)
-    data = [(x.bfloat16(), y) for x, y in batches(NUM_STEPS, used[0])]
-    nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False, clip_norm=clip_norm)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=0.02, atol=0.02)  # kernels round once, torch at each operation
-    assert_nets_equal(nets[1], nets[0], rtol=0.1, atol=0.05)
-    assert_replicas_equal(step)
+    # Kernels round once, torch at each operation.
+    tolerance = {"rtol": 0.02, "atol": 0.02}
+    check_same(recording, name, make=lambda: Net().bfloat16(), data=in_bf16, clip_norm=clip_norm, **tolerance)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -152,7 +151,7 @@ def test_the_default_dtype_says_nothing_about_options_and_counts(
     recording: Devices, name: str, clip_norm: float | None
 ) -> None:
     used = recording(2)
-    data = [(x.bfloat16(), y) for x, y in batches(NUM_STEPS, used[0])]
+    data = in_bf16(used)
     nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
     expected, usual = train(nets[0], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
     torch.set_default_dtype(torch.bfloat16)
@@ -203,26 +202,17 @@ class WithWideGrad(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(5, 6).bfloat16())
+        self.weight.grad_dtype = None
 
     def forward(self, x: Tensor) -> Tensor:
         return WideGrad.apply(x, self.weight).float()
 
 
-@pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch converts gradients itself")
 @pytest.mark.parametrize("count", [1, 2])
 def test_gradients_of_another_dtype_are_converted(recording: Devices, count: int) -> None:
-    used = recording(count)
-    data = [(x.bfloat16(), y) for x, y in batches(10, used[0])]
-    nets = [WithWideGrad().to(used[0]) for _ in range(2)]
-    for net in nets:
-        net.weight.grad_dtype = None
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=0.03, atol=0.03)
+    check_same(recording, count=count, make=WithWideGrad, data=in_bf16, rtol=0.03, atol=0.03)
 
 
-@pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch converts gradients itself")
 def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) -> None:
     used = devices(2)
     net = WithWideGrad().to(used[0])
@@ -231,10 +221,10 @@ def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) ->
     with pytest.raises(OptimizerError, match=message):
         train(net, used, [], OPTIMIZERS["SGD"])
     net.weight.grad_dtype = torch.bfloat16
-    _, step = train(net, used, [(x.bfloat16(), y) for x, y in batches(2, used[0])], OPTIMIZERS["SGD"])
+    _, step = train(net, used, in_bf16(used)[:2], OPTIMIZERS["SGD"])
     net.weight.grad_dtype = torch.float32
     with pytest.raises(OptimizerError, match=message):
-        step(torch.zeros(4, 6, dtype=torch.bfloat16, device=used[0]), torch.zeros(4, dtype=torch.int64, device=used[0]))
+        step(*in_bf16(used)[0])
 
 
 @pytest.mark.parametrize("capture", [False, "auto"])
@@ -281,25 +271,6 @@ def test_a_rate_that_becomes_a_tensor_is_read_at_every_step(recording: Devices, 
     assert losses[20:] == pytest.approx(losses[:20], rel=1e-3, abs=1e-4)
 
 
-def test_a_step_without_any_parameter(recording: Devices) -> None:
-    used = recording(2)
-    net = Net().to(used[0])
-    optimizer = OPTIMIZERS["AdamW"](net.parameters())
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(net, used), lambda out, x, y: F.cross_entropy(out, y) + x.sum(), optimizer
-    )
-    data = batches(6, used[0])
-    for x, y in data:
-        step(x, x, y)
-    before = copy.deepcopy(net.state_dict())
-    step.loss = lambda out, x, y: (x * 2).sum() + out.detach().sum()
-    x = data[0][0].requires_grad_()
-    for _ in range(2):
-        step(x, x, data[0][1])
-    for name, p in net.named_parameters():
-        assert p.equal(before[name]), name
-
-
 class Branching(Net):
     """Of small batches it uses only a part of itself."""
 
@@ -312,14 +283,12 @@ def test_the_norm_is_that_of_the_parameters_that_take_part(
     recording: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr("everygpu.parallel.buckets.sizes.UPDATE_BYTES", 1)
-    used = recording(2)
-    data = [batch for pair in zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False)) for batch in pair]
-    nets = [Branching().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False, clip_norm=0.1)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"], clip_norm=0.1)
-    assert num_recordings(step) == 2
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
-    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
+
+    def data(used: list[torch.device]) -> list[Batch]:
+        pairs = zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False))
+        return [batch for pair in pairs for batch in pair]
+
+    check_same(recording, make=Branching, data=data, num=2, clip_norm=0.1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -388,15 +357,12 @@ def test_schedulers_loaded_weights_and_evaluations_in_between(recording: Devices
 
 
 def test_batches_of_other_shapes_and_places(recording: Devices) -> None:
-    used = recording(2)
-    data = [b for i in range(8) for b in (batches(1, used[0])[0], batches(1, torch.device("cpu"))[0])]
-    data += [b for _ in range(8) for b in (batches(1, used[0], 10)[0], batches(1, used[0], 5)[0])]
-    data += list(everygpu.Feeder(batches(8, torch.device("cpu")), used))
-    nets = [Net().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 3
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    def data(used: list[torch.device]) -> list[Batch]:
+        found = [b for i in range(8) for b in (batches(1, used[0])[0], batches(1, torch.device("cpu"))[0])]
+        found += [b for _ in range(8) for b in (batches(1, used[0], 10)[0], batches(1, used[0], 5)[0])]
+        return found + list(everygpu.Feeder(batches(8, torch.device("cpu")), used))
+
+    check_same(recording, data=data, num=3)
 
 
 def test_recording_while_batches_are_on_their_way(recording: Devices) -> None:

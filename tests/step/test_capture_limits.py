@@ -14,8 +14,16 @@ import everygpu
 from everygpu.errors import CaptureError, OptionError
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.cuda_graphs.guards import referents
-from tests import tape
-from tests.step.test_capture import OPTIMIZERS, Devices, Net, assert_nets_equal, batches, num_recordings, train
+from tests.step.test_capture import (
+    OPTIMIZERS,
+    Devices,
+    Net,
+    assert_nets_equal,
+    batches,
+    check_same,
+    num_recordings,
+    train,
+)
 
 
 class Counting(Net):
@@ -161,14 +169,7 @@ def test_modes_and_attributes_count(recording: Devices) -> None:
 
 
 def test_synchronised_statistics(recording: Devices) -> None:
-    used = recording(2)
-    data = batches(20, used[0])
-    nets = [everygpu.SyncBatchNorm.convert(Net()).to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
-    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
+    check_same(recording, make=lambda: everygpu.SyncBatchNorm.convert(Net()))
 
 
 class Reusing(Net):
@@ -182,14 +183,8 @@ class Reusing(Net):
 
 @pytest.mark.parametrize("kind", [Net, Reusing])
 def test_updates_wait_for_what_needs_the_old_values(recording: Devices, kind: type[Net]) -> None:
-    used = recording(2)
-    data = batches(20, used[0])
-    nets = [kind().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
+    step = check_same(recording, make=kind)
     assert step._capture._step._is_beside is (kind is Net or not step._strategy._has_kernels)
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_memory_is_returned(gpus: Devices) -> None:
@@ -233,39 +228,30 @@ WEIGHT = 1.0
 
 
 def test_what_a_loss_refers_to_is_seen() -> None:
-    scale = 2.0
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target) * scale * WEIGHT
-
-    before = referents(loss)
-    assert referents(loss) == before
-    scale = 3.0
-    assert referents(loss) != before
-
-
-def test_a_method_s_attributes_are_seen() -> None:
     class Trainer:
         weight = 1.0
 
         def loss(self, output: Tensor, target: Tensor) -> Tensor:
             return F.mse_loss(output, target) * self.weight
 
-    trainer = Trainer()
-    trainer.weight = 2.0
-    before = referents(trainer.loss)
-    trainer.weight = 3.0
-    assert referents(trainer.loss) != before
+    scale, trainer = 2.0, Trainer()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * scale * WEIGHT
+
+    before = referents(loss), referents(trainer.loss)
+    assert (referents(loss), referents(trainer.loss)) == before
+    scale, trainer.weight = 3.0, 3.0
+    assert referents(loss) != before[0]
+    assert referents(trainer.loss) != before[1]
     assert referents(F.mse_loss) == referents(F.mse_loss)
     assert referents(nn.MSELoss()) == ()
 
 
 @pytest.mark.parametrize("capture", [False, "auto"])
-def test_with_a_default_device(devices: Devices, monkeypatch: pytest.MonkeyPatch, capture: Any) -> None:
+def test_with_a_default_device(recording: Devices, capture: Any) -> None:
     """Kernels find their tables where these are made, not where the caller would have tensors."""
-    used = devices(2)
-    if used[0].type == "cpu":
-        tape.install(monkeypatch, fused=True)
+    used = recording(2)
     data = batches(8, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=capture)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import everygpu
 from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
-from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, train_on
+from tests.step.scenarios import Devices, Step, X, Y, adamw, check, train_on
 from tests.step.test_capture import Moving, Net, num_recordings
 
 
@@ -140,36 +140,31 @@ def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.T).T
 
-    used = recording(2)
-    found = []
-    for capture in (False, "auto"):
-        net = Sideways().to(used[0])
-        model = everygpu.DataParallel(net, used, dim=1, split=split)
-        step = Step(model, lambda output, target: F.cross_entropy(output.T, target[0]), adamw(net), capture=capture)
-        found.append(torch.stack([step(X.T[:, :rows], Y[None, :rows]) for rows in (12, 11) for _ in range(6)]))
-        assert not capture or num_recordings(step) == 2
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        losses += [step(X.T[:, :11], Y[None, :11]) for _ in range(6)]
+        assert step._capture is None or num_recordings(step) == 2
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.T, target[0])
+
+    wrapper = {"dim": 1, "split": split}
+    check(recording, scenario, make=Sideways, loss=loss, first=((X.T, Y[None]), {}), wrapper=wrapper)
 
 
 def test_outputs_that_are_joined(recording: Devices) -> None:
-    used = recording(2)
-    found = []
-    for capture in (False, "auto"):
-        net = Net().to(used[0])
-        model = everygpu.DataParallel(net, used, gather="joined")
-        step = Step(model, F.cross_entropy, adamw(net), capture=capture)
-        found.append(torch.stack([step(X, Y) for _ in range(NUM_BEFORE)]))
-        assert not capture or num_recordings(step) == 1
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    check(recording, train_on, wrapper={"gather": "joined"})
 
 
-def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices) -> None:
+@pytest.mark.parametrize(("make", "rows"), [(Net, (4, 5, 6, 7, 9, 12)), (Moving, (4, 5, 12))])
+def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices, make: Any, rows: tuple[int, ...]) -> None:
+    """Also where forward moves its weights."""
+
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(6):
-            losses += [step(X[:rows], Y[:rows]) for rows in (4, 5, 6, 7, 9, 12)]
-        assert step._capture is None or num_recordings(step) == 6
+            losses += [step(X[:num], Y[:num]) for num in rows]
+        assert step._capture is None or num_recordings(step) == len(rows)
 
-    check(recording, scenario)
+    check(recording, scenario, make=make)
 
 
 def test_no_more_kinds_than_may_be_are_recorded(
@@ -184,15 +179,6 @@ def test_no_more_kinds_than_may_be_are_recorded(
 
     check(recording, scenario)
     assert caplog.text.count("batches of some shapes run without CUDA graphs: 3 are recorded.") == 1
-
-
-def test_weights_that_forward_moves(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        for _ in range(6):
-            losses += [step(X[:rows], Y[:rows]) for rows in (4, 5, 12)]
-        assert step._capture is None or num_recordings(step) == 3
-
-    check(recording, scenario, make=Moving)
 
 
 class Sometimes(Net):

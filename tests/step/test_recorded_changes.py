@@ -5,6 +5,7 @@ import functools
 import logging
 import random
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -32,11 +33,14 @@ class TwoHeads(Net):
         return self.last(h) + self.other(h) if head == "both" else getattr(self, head)(h)
 
 
+HEADS = ("both", "both", "both", "other", "both", "other", "both", "other", "both", "other", "other")
+
+
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 1.0}, {}], ids=str)
-def test_what_takes_no_part_stays_as_it_is(recording: Devices, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("heads", [("other", "last") * 6 + ("other",) * 6, HEADS], ids=["one of two", "one or both"])
+def test_what_takes_no_part_stays_as_it_is(recording: Devices, options: dict[str, Any], heads: tuple[str]) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
-        for head in ("other", "last") * 6 + ("other",) * 6:
-            losses.append(step(X, Y, head=head))
+        losses += [step(X, Y, head=head) for head in heads]
 
     check(recording, scenario, make=TwoHeads, **options)
 
@@ -51,14 +55,6 @@ def test_after_one_step_without_a_head_launches_go_on(recording: Devices, option
         assert step._capture is None or step.stats().engine == "graphs"
 
     check(recording, scenario, make=TwoHeads, first=((X, Y), {"head": "both"}), **options)
-
-
-def test_what_takes_no_part_any_more(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        for head in ("both", "both", "both", "other", "both", "other", "both", "other", "both", "other", "other"):
-            losses.append(step(X, Y, head=head))
-
-    check(recording, scenario, make=TwoHeads)
 
 
 def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: Devices) -> None:
@@ -105,19 +101,6 @@ def test_parameters_that_are_moved(recording: Devices) -> None:
     check(recording, scenario)
 
 
-@pytest.mark.parametrize("is_counted", [True, False])
-def test_a_write_to_what_is_frozen(recording: Devices, is_counted: bool) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        frozen = step.model.module.frozen
-        with torch.no_grad():
-            (frozen if is_counted else frozen.data).mul_(0.5)
-        if not is_counted:
-            step.refresh()
-        train_on(step, losses)
-
-    check(recording, scenario)
-
-
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_what_is_frozen_and_written_after_each_step_is_named(
     recording: Devices, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
@@ -136,22 +119,6 @@ def test_what_is_frozen_and_written_after_each_step_is_named(
     assert "frozen parameter frozen is written between steps" in caplog.text
 
 
-def test_another_module(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        step.model.module = nn.Sequential(step.model.module, nn.Tanh())
-        train_on(step, losses)
-
-    check(recording, scenario)
-
-
-def test_another_rule_for_buffers(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        step.model.buffers_rule = "mean"
-        train_on(step, losses)
-
-    check(recording, scenario)
-
-
 class Focal:
     """A loss that is no module."""
 
@@ -161,37 +128,77 @@ class Focal:
         return F.cross_entropy(output, target) * self.gamma
 
 
-def test_a_loss_object_s_attributes(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        step.loss.gamma = 3.0
-        train_on(step, losses)
-
-    check(recording, scenario, loss=Focal)
-
-
-def test_a_new_loss_module_and_its_attributes(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        step.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-        train_on(step, losses)
-        step.loss.label_smoothing = 0.5
-        train_on(step, losses)
-
-    check(recording, scenario, loss=nn.CrossEntropyLoss)
-
-
 def smoothed(output: Tensor, target: Tensor, *, smoothing: float) -> Tensor:
     return F.cross_entropy(output, target, label_smoothing=smoothing)
 
 
-def test_what_a_partial_has(recording: Devices) -> None:
-    loss = functools.partial(smoothed, smoothing=0.0)
+class Configured(Net):
+    """Looks at an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(scale=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.scale
+
+
+class Doubling(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale if hasattr(self, "scale") else 2.0
+        return self.last(self.norm(self.first(x)).tanh() * scale)
+
+
+def write_uncounted(step: Step) -> None:
+    step.model.module.frozen.data.mul_(0.5)
+    step.refresh()
+
+
+CHANGES: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
+    "what is frozen": ({}, [lambda step: step.model.module.frozen.mul_(0.5), write_uncounted]),
+    "the module": ({}, [lambda step: setattr(step.model, "module", nn.Sequential(step.model.module, nn.Tanh()))]),
+    "the rule for buffers": ({}, [lambda step: setattr(step.model, "buffers_rule", "mean")]),
+    "a loss object": ({"loss": Focal}, [lambda step: setattr(step.loss, "gamma", 3.0)]),
+    "a partial": (
+        {"loss": lambda: functools.partial(smoothed, smoothing=0.0)},
+        [lambda step: step.loss.keywords.update(smoothing=0.5)],
+    ),
+    "the loss": (
+        {"loss": nn.CrossEntropyLoss},
+        [
+            lambda step: setattr(step, "loss", nn.CrossEntropyLoss(label_smoothing=0.1)),
+            lambda step: setattr(step.loss, "label_smoothing", 0.5),
+        ],
+    ),
+    "an attribute's attribute": (
+        {"make": Configured},
+        [lambda step: setattr(step.model.module.config, "scale", 0.3)],
+    ),
+    "class and buffers": (
+        {},
+        [
+            lambda step: setattr(step.model.module, "__class__", Doubling),
+            lambda step: step.model.module.register_buffer("scale", step.model.module.frozen * 2),
+            lambda step: setattr(step.model.module, "scale", step.model.module.scale * 2),
+            lambda step: step.model.module.scale.mul_(0.5),
+            lambda step: setattr(step.model.module.scale, "data", step.model.module.scale * 0.5),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_counts(recording: Devices, name: str) -> None:
+    options, changes = CHANGES[name]
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
-        loss.keywords["smoothing"] = 0.5
-        train_on(step, losses)
-        loss.keywords["smoothing"] = 0.0
+        for change in changes:
+            with torch.no_grad():
+                change(step)
+            train_on(step, losses)
 
-    check(recording, scenario, loss=loss)
+    loss = options.get("loss", F.cross_entropy)
+    check(recording, scenario, **{**options, "makes_loss": "loss" in options, "loss": loss})
 
 
 def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
@@ -213,25 +220,6 @@ def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
     device = recording(2)[0]
     judge.to(device)
     check(recording, scenario, loss=loss)
-
-
-class Configured(Net):
-    """Looks at an object of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = types.SimpleNamespace(scale=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.config.scale
-
-
-def test_an_object_s_attributes(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        step.model.module.config.scale = 0.3
-        train_on(step, losses)
-
-    check(recording, scenario, make=Configured)
 
 
 def test_hooks_on_all_modules(recording: Devices) -> None:
@@ -288,6 +276,17 @@ def test_saved_tensors_hooks_are_called(recording: Devices) -> None:
     check(recording, scenario)
 
 
+def set_default_dtype() -> Callable[[], None]:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def set_precision(operation: str) -> Callable[[], None]:
+    setting = getattr(torch.backends.cudnn, operation)
+    before, setting.fp32_precision = setting.fp32_precision, "ieee"
+    return lambda: setattr(setting, "fp32_precision", before)
+
+
 class Making(Net):
     """Makes a tensor of the default dtype."""
 
@@ -295,34 +294,18 @@ class Making(Net):
         return super().forward(x) * torch.full((), 1 / 3, device=x.device).double().float()
 
 
-def test_the_default_dtype(recording: Devices) -> None:
+@pytest.mark.parametrize("setting", ["dtype", "conv", "rnn"])
+def test_torch_s_settings_count(recording: Devices, setting: str) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         before = step._capture and step._capture._guard_key
-        torch.set_default_dtype(torch.float64)
+        put_back = set_default_dtype() if setting == "dtype" else set_precision(setting)
         try:
             train_on(step, losses, 2)
         finally:
-            torch.set_default_dtype(torch.float32)
+            put_back()
         assert before is None or step._capture._guard_key != before
 
     check(recording, scenario, make=Making)
-
-
-@pytest.mark.parametrize("operation", ["conv", "rnn"])
-def test_precisions_in_torch_s_newer_way(recording: Devices, operation: str) -> None:
-    setting = getattr(torch.backends.cudnn, operation)
-
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        before = setting.fp32_precision
-        facts = step._capture and step._capture._guard_key
-        setting.fp32_precision = "ieee"
-        try:
-            train_on(step, losses, 2)
-        finally:
-            setting.fp32_precision = before
-        assert facts is None or step._capture._guard_key != facts
-
-    check(recording, scenario)
 
 
 def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,31 +361,6 @@ def test_layers_with_hooks_for_state_dicts(recording: Devices) -> None:
     check(recording, train_on, make=Normalised)
 
 
-def test_a_module_s_class_and_a_buffer_are_replaced(recording: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        net = step.model.module
-        for change in (
-            lambda: setattr(net, "__class__", Doubling),
-            lambda: net.register_buffer("scale", net.frozen * 2),
-        ):
-            change()
-            train_on(step, losses)
-        net.scale = net.scale * 2
-        train_on(step, losses)
-        net.scale.mul_(0.5)
-        train_on(step, losses, 1)
-        net.scale.data = net.scale * 0.5
-        train_on(step, losses)
-
-    check(recording, scenario)
-
-
-class Doubling(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale if hasattr(self, "scale") else 2.0
-        return self.last(self.norm(self.first(x)).tanh() * scale)
-
-
 class Choosing(Net):
     """Leaves something out at random, by a generator of its own."""
 
@@ -424,13 +382,7 @@ class Choosing(Net):
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "numpy-legacy", "torch"])
 def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
-    used = recording(1)
-    found = []
-    for capture in (False, "auto"):
-        net = Choosing(kind).to(used[0])
-        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
-        found.append(torch.stack([step(X, Y) for _ in range(12)]))
-    assert found[1].tolist() == pytest.approx(found[0].tolist(), rel=1e-4)
+    check(recording, train_on, make=lambda: Choosing(kind), count=1, num=0)
 
 
 def test_a_recording_makes_no_states(recording: Devices) -> None:

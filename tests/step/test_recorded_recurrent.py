@@ -1,62 +1,96 @@
-"""Steps of recurrent layers are recorded, and train as on one device."""
+"""Recurrent layers are recorded, by ``TrainStep`` and in a plain loop, and train as on one device."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import everygpu
+from tests.parallel.cuda_graphs.forwards import num_recordings as num_recorded_forwards
 from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
 from tests.step.scenarios import Devices
 from tests.step.test_capture import num_recordings
 
 # Where parameters are one after another, they lie in another order than cuDNN's.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
-NUM_STEPS = 12
+NUM_STEPS = 14
+WAYS = ["step", "graphs", "auto"]
 
 
-@pytest.mark.parametrize("capture", ["auto", True])
-@pytest.mark.parametrize("name", MODELS)
-def test_training_is_as_on_one_device(recording: Devices, name: str, capture: Any) -> None:
-    used = recording(2)
-    alone, net = MODELS[name]().to(used[0]), MODELS[name]().to(used[0])
+def train(
+    net: nn.Module, used: list[torch.device], way: str, num: int = NUM_STEPS, lengths: Sequence[int] = (6,)
+) -> tuple[list[Tensor], int]:
+    """Train, by ``TrainStep`` or by an engine; return the losses, and how many recordings there are."""
+    model = everygpu.DataParallel(net, used, engine="auto" if way == "step" else way)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, optimizer, capture=capture)
-    losses = [step(x, y).cpu() for x, y in make_tokens(NUM_STEPS)]
-    expected = train_one_device(alone, used[0], NUM_STEPS)
-    assert num_recordings(step) == 1
-    assert step._capture is not None
-    assert step._capture._num_launches > NUM_STEPS // 2
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+    if way == "step":
+        step = everygpu.TrainStep(model, loss_of, optimizer)
+        return [step(x, y).cpu() for x, y in make_tokens(num, lengths=lengths)], num_recordings(step)
+    losses = []
+    for x, y in make_tokens(num, lengths=lengths):
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return losses, num_recorded_forwards(model)
+
+
+def skip_if_never_recorded(used: list[torch.device], way: str) -> None:
+    if used[0].type == "cpu" and way == "auto":
+        pytest.skip("replicas on the CPU aren't recorded by default")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_as_on_one_device(recording: Devices, name: str, way: str) -> None:
+    """Before a recording, weights may move in each forward; a proof leaves that out."""
+    used = recording(2)
+    skip_if_never_recorded(used, way)
+    alone, net = MODELS[name]().to(used[0]), MODELS[name]().to(used[0])
+    losses, num = train(net, used, way)
+    assert num == 1
+    torch.testing.assert_close(losses, train_one_device(alone, used[0], NUM_STEPS), rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
     assert all(a is b for a, b in zip(net.cells._flat_weights, net.cells.parameters()))
+    (x, _), *_ = make_tokens(1)
+    with torch.no_grad():
+        model = everygpu.DataParallel(net.eval(), used)
+        torch.testing.assert_close(everygpu.gather(model(x)), net(x.to(used[0])), rtol=1e-4, atol=1e-5)
+    assert torch.backends.cudnn.enabled
 
 
-def test_batches_of_several_lengths(recording: Devices) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_and_batches_of_several_lengths(recording: Devices, way: str) -> None:
+    """cuDNN draws a seed for dropout after a generator's state was set, as a proof and each launch do."""
     used, lengths = recording(2), (6, 4, 8)
-    alone, net = MODELS["LSTM"]().to(used[0]), MODELS["LSTM"]().to(used[0])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, optimizer)
-    losses = [step(x, y).cpu() for x, y in make_tokens(3 * NUM_STEPS, lengths=lengths)]
-    assert num_recordings(step) == len(lengths)
-    torch.testing.assert_close(losses, train_one_device(alone, used[0], 3 * NUM_STEPS, lengths), rtol=1e-3, atol=1e-4)
-    for ours, theirs in zip(net.parameters(), alone.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
-
-
-def test_dropout_between_layers(recording: Devices) -> None:
-    used, lengths = recording(2), (6, 4, 8)
-    net = LanguageModel(torch.nn.LSTM, num_layers=2, dropout=0.5).to(used[0])
-    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, torch.optim.SGD(net.parameters(), lr=0.1))
-    losses = [step(x, y).cpu() for x, y in make_tokens(3 * NUM_STEPS, lengths=lengths)]
-    assert num_recordings(step) == len(lengths)
+    skip_if_never_recorded(used, way)
+    net = LanguageModel(nn.LSTM, num_layers=2, dropout=0.5).to(used[0])
+    losses, num = train(net, used, way, 3 * NUM_STEPS, lengths)
+    assert num == len(lengths)
     assert sum(losses[-9:]) < sum(losses[:9])
 
 
-def put_in_one_storage(net: torch.nn.Module) -> torch.nn.Module:
+def test_a_weight_that_is_replaced(recording: Devices) -> None:
+    used = recording(2)
+    nets: list[Any] = []
+    for engine in ("threads", "graphs"):
+        net = MODELS["GRU"]().to(used[0])
+        train(net, used, engine)
+        torch.manual_seed(1)
+        net.cells.weight_ih_l0 = nn.Parameter(torch.randn(24, 8).to(used[0]))
+        losses, num = train(net, used, engine)
+        assert num == (engine == "graphs")
+        nets.append((losses, list(net.parameters())))
+    torch.testing.assert_close(nets[1], nets[0], rtol=1e-3, atol=1e-4)
+
+
+def put_in_one_storage(net: nn.Module) -> nn.Module:
     """Have parameters lie as cuDNN's weights do: in one storage, in another order than theirs."""
     params = list(net.parameters())
     flat = torch.zeros(sum(p.numel() + 3 for p in params), device=params[0].device)
@@ -73,7 +107,7 @@ def put_in_one_storage(net: torch.nn.Module) -> torch.nn.Module:
 def test_weights_in_one_storage(recording: Devices, num: int, kind: Any) -> None:
     used = recording(num)
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 7), torch.nn.Linear(7, 5))
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Linear(7, 5))
     alone, net = copy.deepcopy(net).to(used[0]), put_in_one_storage(net.to(used[0]))
     step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, kind(net.parameters(), lr=0.01))
     optimizer = kind(alone.parameters(), lr=0.01)

@@ -80,14 +80,13 @@ def test_layers_that_are_unfrozen_are_recorded_again(recording: Devices, is_new:
     net.unused.requires_grad_(False)
     late = [] if is_new else [net.first.weight]
     optimizer = torch.optim.SGD([*net.norm.parameters(), *net.last.parameters(), *late], lr=0.1)
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, optimizer, capture="auto")
-    for _ in range(NUM_BEFORE):
-        step(X, Y)
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, optimizer)
+    losses: list[Tensor] = []
+    train_on(step, losses)
     net.first.requires_grad_(True)
     if is_new:
         optimizer.add_param_group({"params": net.first.parameters()})
-    for _ in range(NUM_BEFORE):
-        step(X, Y)
+    train_on(step, losses)
     assert num_recordings(step) == 1
 
 
@@ -141,10 +140,6 @@ class Joining(Net):
         return self.last(self.norm(self.first(x)).tanh() * torch.cat([*self.parts]))
 
 
-def test_gradients_that_are_not_aligned(recording: Devices) -> None:
-    check(recording, train_on, make=Joining)
-
-
 class Recurring(Net):
     """Its first parameters get their gradients bit by bit, each in a backward within the backward."""
 
@@ -159,8 +154,9 @@ class Recurring(Net):
         return self.last(self.norm(h))
 
 
-def test_gradients_that_come_bit_by_bit(recording: Devices) -> None:
-    check(recording, train_on, make=Recurring)
+@pytest.mark.parametrize("make", [Joining, Recurring])
+def test_gradients_that_are_not_aligned_or_come_bit_by_bit(recording: Devices, make: Any) -> None:
+    check(recording, train_on, make=make)
 
 
 def test_graphs_of_before_notice_the_update(recording: Devices) -> None:

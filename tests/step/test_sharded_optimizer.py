@@ -3,7 +3,7 @@
 import copy
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -92,13 +92,18 @@ def assert_states_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
                 assert value == theirs[name]
 
 
+def pair(used: list[torch.device], make: Any = torch.optim.Adam) -> tuple[Net, Any, Net, Any]:
+    """Return two nets, each with a stock optimizer."""
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    return plain, make(groups(plain)), ours, make(groups(ours))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_equals_the_stock_optimizer(devices: Devices, name: str, count: int) -> None:
     used = devices(count)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock = OPTIMIZERS[name](groups(plain))
-    sharded = everygpu.ShardedOptimizer(OPTIMIZERS[name](groups(ours)), used)
+    plain, stock, ours, mine = pair(used, OPTIMIZERS[name])
+    sharded = everygpu.ShardedOptimizer(mine, used)
     train(plain, stock, range(6))
     train(ours, sharded, range(6))
     assert_nets_equal(ours, plain)
@@ -108,10 +113,9 @@ def test_equals_the_stock_optimizer(devices: Devices, name: str, count: int) -> 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_goes_to_plain_torch_and_back(devices: Devices, name: str) -> None:
-    used = devices(3)
-    make = OPTIMIZERS[name]
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, sharded = make(groups(plain)), everygpu.ShardedOptimizer(make(groups(ours)), used)
+    used, make = devices(3), OPTIMIZERS[name]
+    plain, stock, ours, mine = pair(used, make)
+    sharded = everygpu.ShardedOptimizer(mine, used)
     train(plain, stock, range(8))
 
     train(ours, sharded, range(3))
@@ -144,22 +148,13 @@ def test_the_stock_optimizer_shows_and_loads_the_state(devices: Devices) -> None
     assert not stock.state
 
 
-def test_a_state_that_is_there_already_is_taken_over(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
-    train(plain, stock, range(5))
-    train(ours, mine, range(2))
-    train(ours, everygpu.ShardedOptimizer(mine, used), range(2, 5))
-    assert_nets_equal(ours, plain)
-
-
-def test_wrapping_again_takes_the_state_from_the_first(devices: Devices) -> None:
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_a_state_that_is_there_already_is_taken_over(devices: Devices, num_others: int) -> None:
+    """The stock optimizer's own, or that of another wrapper."""
     used = devices(3)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    plain, stock, ours, mine = pair(used)
     train(plain, stock, range(5))
-    train(ours, everygpu.ShardedOptimizer(mine, used), range(2))
+    train(ours, everygpu.ShardedOptimizer(mine, used) if num_others else mine, range(2))
     train(ours, everygpu.ShardedOptimizer(mine, used[:2]), range(2, 5))
     assert_nets_equal(ours, plain)
 
@@ -177,8 +172,7 @@ def test_a_wrapper_that_was_replaced_refuses_to_step(devices: Devices) -> None:
 
 def test_the_stock_optimizer_may_step_by_itself_in_between(devices: Devices) -> None:
     used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    plain, stock, ours, mine = pair(used)
     train(plain, stock, range(6))
     sharded = everygpu.ShardedOptimizer(mine, used)
     for step in range(6):
@@ -190,8 +184,7 @@ def test_the_stock_optimizer_may_step_by_itself_in_between(devices: Devices) -> 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_and_pickles_have_the_state(devices: Devices, which: str, way: str) -> None:
     used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    plain, stock, ours, mine = pair(used)
     sharded = everygpu.ShardedOptimizer(mine, used)
     train(plain, stock, range(5))
     train(ours, sharded, range(3))
@@ -221,8 +214,7 @@ def test_parameters_that_share_memory_are_refused() -> None:
 
 def test_release_gives_the_state_back(devices: Devices) -> None:
     used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    plain, stock, ours, mine = pair(used)
     train(plain, stock, range(4))
     sharded = everygpu.ShardedOptimizer(mine, used)
     train(ours, sharded, range(2))
@@ -245,8 +237,7 @@ def test_each_device_holds_its_share_of_the_state() -> None:
 @pytest.mark.parametrize("on", ["stock", "sharded"])
 def test_schedulers_and_edits_take_effect_at_the_next_step(devices: Devices, on: str) -> None:
     used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    stock, mine = torch.optim.SGD(groups(plain), lr=0.1), torch.optim.SGD(groups(ours), lr=0.1)
+    plain, stock, ours, mine = pair(used, lambda p: torch.optim.SGD(p, lr=0.1))
     sharded = everygpu.ShardedOptimizer(mine, used)
     pairs = [(plain, stock, stock), (ours, sharded, mine if on == "stock" else sharded)]
     for net, optimizer, watched in pairs:
@@ -259,29 +250,40 @@ def test_schedulers_and_edits_take_effect_at_the_next_step(devices: Devices, on:
     assert_nets_equal(ours, plain)
 
 
+def both(used: list[torch.device], make: Any) -> Iterator[tuple[Net, Any]]:
+    """Yield two nets, with a stock optimizer and a sharded one; at the end they are to be equal."""
+    nets = [Net().to(used[0]) for _ in range(2)]
+    yield nets[0], make(nets[0])
+    yield nets[1], everygpu.ShardedOptimizer(make(nets[1]), used)
+    assert_nets_equal(nets[1], nets[0])
+
+
 def test_parameters_added_later(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    for net, wrap in ((plain, lambda o: o), (ours, lambda o: everygpu.ShardedOptimizer(o, used))):
-        optimizer = wrap(torch.optim.AdamW(net.linear.parameters(), lr=0.01))
+    for net, optimizer in both(devices(2), lambda net: torch.optim.AdamW(net.linear.parameters(), lr=0.01)):
         train(net, optimizer, range(2))
         optimizer.add_param_group({"params": [*net.conv.parameters()], "lr": 0.1})
         train(net, optimizer, range(2, 4))
         net.fine.requires_grad_(False)
         train(net, optimizer, range(4, 6))
-    assert_nets_equal(ours, plain)
 
 
 def test_values_written_between_steps_are_seen(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    for net, wrap in ((plain, lambda o: o), (ours, lambda o: everygpu.ShardedOptimizer(o, used))):
-        optimizer = wrap(torch.optim.Adam(net.parameters(), lr=0.01))
+    for net, optimizer in both(devices(2), lambda net: torch.optim.Adam(net.parameters(), lr=0.01)):
         for step in range(4):
             train(net, optimizer, range(step, step + 1))
             net.linear.weight.data.clamp_(-0.1, 0.1)
             net.conv.weight.data = net.conv.weight.data * 0.5
-    assert_nets_equal(ours, plain)
+
+
+def test_a_gradient_scaler_works_with_it(devices: Devices) -> None:
+    used = devices(2)
+    for net, optimizer in both(used, lambda net: torch.optim.AdamW([net.linear.weight, net.scale], lr=0.01)):
+        scaler = torch.amp.GradScaler(used[0].type, init_scale=16.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(net.loss(step) * (float("inf") if step == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
 
 def test_a_closure_is_called_with_gradients_on(devices: Devices) -> None:
@@ -324,20 +326,6 @@ def test_autograd_notices_the_update(devices: Devices) -> None:
     train(net, sharded, range(1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_gradient_scaler_works_with_it(devices: Devices) -> None:
-    used = devices(2)
-    plain, ours = Net().to(used[0]), Net().to(used[0])
-    for net, wrap in ((plain, lambda o: o), (ours, lambda o: everygpu.ShardedOptimizer(o, used))):
-        optimizer = wrap(torch.optim.AdamW([net.linear.weight, net.scale], lr=0.01))
-        scaler = torch.amp.GradScaler(used[0].type, init_scale=16.0, growth_interval=2)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(net.loss(step) * (float("inf") if step == 1 else 1)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert_nets_equal(ours, plain)
 
 
 def test_everything_goes_with_the_optimizer() -> None:
@@ -394,10 +382,8 @@ def test_optimizers_that_cannot_be_sharded_are_refused(make: Any) -> None:
         everygpu.ShardedOptimizer(make([nn.Parameter(torch.ones(2))]), ["cpu", "cpu"])
 
 
-def test_unknown_devices_are_refused() -> None:
+def test_devices_are_known_or_found_from_the_parameters() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    assert everygpu.ShardedOptimizer(optimizer).devices == [torch.device("cpu")]
     with pytest.raises(DeviceError):
-        everygpu.ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), ["cpu", "nowhere"])
-
-
-def test_devices_are_found_from_the_parameters() -> None:
-    assert everygpu.ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))])).devices == [torch.device("cpu")]
+        everygpu.ShardedOptimizer(optimizer, ["cpu", "nowhere"])

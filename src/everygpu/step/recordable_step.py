@@ -2,7 +2,8 @@
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from everygpu.errors import CaptureError
 from everygpu.parallel.compiler.recordable_graph import innermost
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.guards import find_hooks, referents
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
@@ -44,8 +44,6 @@ class _Recorded(NamedTuple):
     """Of the gradient, where the update waits for all of it."""
     moments: Sequence[torch.cuda.Event] = ()
     """When backward has each bucket that is added up over ranks."""
-    proof: ForwardProof | None = None
-    """That hooks of forward do in a launch what they would do."""
 
 
 class RecordableStep(Recordable[Tensor]):
@@ -58,7 +56,6 @@ class RecordableStep(Recordable[Tensor]):
         self._step = step
         self._strategy = strategy
         self._must = must
-        self._proofs = ForwardProofs()
         self._is_beside = True
 
     def roots(self) -> list[nn.Module]:
@@ -80,6 +77,20 @@ class RecordableStep(Recordable[Tensor]):
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()
 
+    def needs_proof(self) -> bool:
+        """Tell whether there are hooks of forward, which are called by no launch."""
+        first, *others = self.roots()
+        if self._must or (find_hooks([first]) is None and find_hooks(others) is None):
+            return False
+        if (reason := find_hooks(others)) is not None:
+            raise CaptureError(reason)
+        return True
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        with torch.enable_grad(), autocast(self._step._home, self._step._dtype):
+            yield
+
     def prepare(self) -> EarlyUpdate | None:
         self._strategy.prepare()
         if not self._updates_at_once():
@@ -89,7 +100,6 @@ class RecordableStep(Recordable[Tensor]):
         return self._strategy.early_update(beside=self._is_beside and not needs_all, checks=checks)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
-        proof = self._prove_hooks(batch)
         draw_seeds(self.roots(), self._step.model.replica_devices)
         try:
             recorded = graph.record(lambda: self._run(batch.read(), prepared))
@@ -99,29 +109,7 @@ class RecordableStep(Recordable[Tensor]):
             self._strategy.flat_params.put_back()
         if recorded.update is not None:
             recorded.update.finish_recording()
-        return recorded._replace(proof=proof)
-
-    def _prove_hooks(self, batch: StaticBatch) -> ForwardProof | None:
-        """Return the proof that a launch does what hooks of forward do; None where there are none."""
-        step, model = self._step, self._step.model
-        first, *others = self.roots()
-        if self._must or (find_hooks([first]) is None and find_hooks(others) is None):
-            return None
-        with torch.enable_grad(), autocast(step._home, step._dtype):
-            is_first = step._capture is None or not step._capture.has_recordings
-            proof = find_hooks(others) or self._proofs.find(first, batch.read(), _route_of(model), is_first=is_first)
-        if isinstance(proof, str):
-            raise CaptureError(proof)
-        return proof
-
-    def _holds(self, proof: ForwardProof) -> bool:
-        step = self._step
-        with torch.enable_grad(), autocast(step._home, step._dtype):
-            if proof.holds():
-                return True
-        if step._capture is not None:
-            step._capture.forget()
-        return False
+        return recorded
 
     def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
         step, before = self._step, self._strategy.flat_params.grad_versions()
@@ -146,7 +134,7 @@ class RecordableStep(Recordable[Tensor]):
         self._step.model.give_up_recording(reason)
 
     def begin(self, recorded: _Recorded) -> bool:
-        if not self._strategy.is_ready() or not (recorded.proof is None or self._holds(recorded.proof)):
+        if not self._strategy.is_ready():
             return False
         if recorded.update is None:
             if self._step._num_batches == 0:

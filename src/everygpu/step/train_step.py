@@ -116,9 +116,7 @@ class TrainStep:
         self._home = self.model.replica_devices[0]
         self._dtype = PRECISIONS[precision]
         self._ranks = self.model.rank_model
-        group = None if self._ranks is None else self._ranks.group
-        num_devices = len(self.model.device_ids)
-        self._weights = BatchWeights(weight, group, self._home, self.model.dim, num_devices, self.model.module, loss)
+        self._weights = BatchWeights(weight, self.model, loss)
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_batches = 0
         self._was_launched = False

@@ -1,40 +1,31 @@
 """How much each batch counts in an update: by its rows, or what the user counts, on all ranks."""
 
+import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
-from everygpu.ranks.group import Group
 
 
 class BatchWeights:
     """Makes an update's gradient the mean over all rows of its batches, not a mean of their means."""
 
-    def __init__(
-        self,
-        weight: Weight | None,
-        group: Group | None,
-        home: torch.device,
-        dim: int,
-        num_devices: int,
-        module: nn.Module,
-        loss: Any,
-    ) -> None:
-        self._weight = weight
-        self._group = group
-        self._home = home
-        self._dim = dim
-        self._num_devices = num_devices
-        self._module = module
-        self._loss = loss
+    def __init__(self, weight: Weight | None, model: DataParallel, loss: Any) -> None:
+        self._group = None if model.rank_model is None else model.rank_model.group
+        self._home = model.replica_devices[0]
+        self._weigh = functools.partial(
+            weigh_batch, weight, "TrainStep", module=model.module, loss=loss, dim=model.dim,
+            num_devices=len(model.device_ids),
+        )  # fmt: skip
         self._accumulate = 1
         self._is_needed = False
         self._unit: float | None = None  # gradients stay in the range that they have with one batch
-        self._share = torch.ones((), dtype=torch.float32, device=home)
+        self._share = torch.ones((), dtype=torch.float32, device=self._home)
         self._written = 1.0
         self._here: float | Tensor = 1.0
         self._all: float | Tensor = 1.0
@@ -105,18 +96,7 @@ class BatchWeights:
         self._total = 0.0
 
     def _count(self, batch: Batch) -> float | Tensor:
-        args, kwargs, targets = batch
-        found = weigh_batch(
-            self._weight,
-            "TrainStep",
-            args,
-            kwargs,
-            targets,
-            module=self._module,
-            loss=self._loss,
-            dim=self._dim,
-            num_devices=self._num_devices,
-        )
+        found = self._weigh(*batch)
         return found.to(self._home, torch.float32) if isinstance(found, Tensor) else found
 
     def _find_unit(self, here: float | Tensor) -> float:

@@ -103,11 +103,10 @@ def test_another_replica_gets_what_its_own_call_would_give(name: str) -> None:
     assert len(made) == num_graphs
     torch.testing.assert_close(ours, expected)
     for outputs in (ours, expected):
-        sum(t.sum() for out in outputs for t in (out if isinstance(out, tuple) else [out]) if t.requires_grad)
-        for out in outputs:
-            for t in out if isinstance(out, tuple) else [out]:
-                if t.requires_grad:
-                    t.sum().backward()
+        flat = [t for out in outputs for t in (out if isinstance(out, tuple) else [out])]
+        for t in flat:
+            if t.requires_grad:
+                t.sum().backward()
     for m, other in zip(modules, plain):
         torch.testing.assert_close([p.grad for p in m.parameters()], [p.grad for p in other.parameters()])
         torch.testing.assert_close(list(m.buffers()), list(other.buffers()))

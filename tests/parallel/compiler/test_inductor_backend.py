@@ -128,11 +128,10 @@ class TestWhyNot:
     def test_a_random_generator(self) -> None:
         assert "generator" in (unsupported_reason(compiled_for(self.SOURCE), [torch.Generator()]) or "")
 
-    @pytest.mark.parametrize("name", ["source_code", "device_idxs", "constants"])
-    def test_a_torch_that_keeps_things_elsewhere(self, name: str) -> None:
+    def test_a_torch_that_keeps_things_elsewhere(self) -> None:
         compiled = compiled_for(self.SOURCE)
-        delattr(compiled, name)
-        assert name in (unsupported_reason(compiled, []) or "")
+        del compiled.device_idxs
+        assert "device_idxs" in (unsupported_reason(compiled, []) or "")
 
 
 class TestBackend:
@@ -152,29 +151,15 @@ class TestBackend:
     def test_on_the_cpu_it_is_torchs(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.compiler.reset()
         torch.manual_seed(0)
-        net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(5, 3)
+        net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), torch.randn(5, 3)
         compiled = torch.compile(net, backend=InductorBackend({}))
         with caplog.at_level("INFO", "everygpu"):
             ours, eager = compiled(x), net(x)
         torch.testing.assert_close(ours, eager)
-        grads = [torch.autograd.grad(y.square().sum(), net.parameters()) for y in (ours, eager)]
-        torch.testing.assert_close(*grads)
+        for _ in range(2):  # backward may run again
+            grads = [torch.autograd.grad(y.square().sum(), net.parameters(), retain_graph=True) for y in (ours, eager)]
+            torch.testing.assert_close(*grads)
         assert not [r for r in caplog.records if r.name == "everygpu"]
-
-
-def test_backward_may_run_again() -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), torch.randn(5, 3)
-    compiled = torch.compile(net, backend=InductorBackend({}))
-    for _ in range(2):
-        grads = []
-        for y in (compiled(x), net(x)):
-            net.zero_grad()
-            y.square().sum().backward(retain_graph=True)
-            y.square().sum().backward()
-            grads.append([p.grad for p in net.parameters()])
-        torch.testing.assert_close(*grads)
 
 
 @pytest.fixture
@@ -254,41 +239,33 @@ class TestPartsOfAGraph:
     def compile_part(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
         backend = InductorBackend({})
 
-        def run(inputs: list[Any]) -> list[Any]:
-            return list(inputs)
-
         def compile_part(source: str, function: Any = lambda x: x + 1, **kwargs: Any) -> tuple[Any, list[Any]]:
-            compiled, parts = compiled_for(source, current_callable=run), []
+            compiled, parts = compiled_for(source, current_callable=list), []
             monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **more: compiled)
             graph = torch.fx.symbolic_trace(function)
             assert backend._compile_part(parts, graph, [on_gpu(1)], **kwargs) is compiled
+            x = on_gpu(1)
+            assert compiled.current_callable([x])[0] is x
             return compiled, parts
 
         return compile_part
 
-    def test_one_that_can_be_shared(self, compile_part: Any) -> None:
-        for is_backward in (False, True):
-            compiled, parts = compile_part(TestWhyNot.SOURCE, is_backward=is_backward)
-            assert parts[0].serves(1)
-            x = on_gpu(1)
-            assert parts[0]([x])[0] is x
-            assert compiled.current_callable([x])[0] is x
+    @pytest.mark.parametrize("is_backward", [False, True])
+    def test_one_that_can_be_shared(self, compile_part: Any, is_backward: bool) -> None:
+        _, (part,) = compile_part(TestWhyNot.SOURCE, is_backward=is_backward)
+        assert part.serves(1)
 
     def test_one_that_can_not_be_shared(self, compile_part: Any, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO", "everygpu"):
             for is_backward in (False, True):
-                compiled, (part,) = compile_part("torch.cuda.device(1)", is_backward=is_backward)
+                _, (part,) = compile_part("torch.cuda.device(1)", is_backward=is_backward)
                 assert not part.serves(1)
-                x = on_gpu(1)
-                assert compiled.current_callable([x])[0] is x
         assert len([r for r in caplog.records if "unknown way" in r.message]) == 1
 
     def test_one_that_is_switched_off(self, compile_part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(switches, "COMPILES_ONCE", False)
-        compiled, (part,) = compile_part(TestWhyNot.SOURCE)
+        _, (part,) = compile_part(TestWhyNot.SOURCE)
         assert not part.serves(1)
-        x = on_gpu(1)
-        assert compiled.current_callable([x])[0] is x
 
     def test_one_that_does_nothing(self, compile_part: Any) -> None:
         _, parts = compile_part("", lambda x: x)

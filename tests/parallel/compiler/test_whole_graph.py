@@ -331,9 +331,6 @@ def wrong_shape(self, x):
 def test_a_reason_says_where_it_is(function, line):
     line += function.__code__.co_firstlineno
     assert f" in test_whole_graph.py:{line}" in prove(Calls(function), torch.ones(3, 4))
-
-
-def test_a_reason_is_short():
     reason = prove(Calls(effect(f"self.{'long' * 100} = 1")), torch.ones(3, 4))
     assert len(reason) == 240
     assert reason.endswith("...")
@@ -392,6 +389,12 @@ def test_recurrent_layers_are_proven(kind):
     assert not whole_graph.holds((x,), {})
 
 
+def compiled_itself():
+    layer = nn.Linear(4, 4)
+    layer.compile()
+    return nn.Sequential(layer)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -399,17 +402,11 @@ def test_recurrent_layers_are_proven(kind):
         (lambda: torch.jit.script(nn.Linear(4, 4)), "torch.jit"),
         (lambda: torch.compile(nn.Linear(4, 4)), "compiled by torch.compile already"),
         (lambda: nn.Sequential(torch.compile(nn.Linear(4, 4))), "compiled by torch.compile already"),
+        (compiled_itself, "compiled by torch.compile already"),
     ],
 )
 def test_modules_that_dynamo_does_not_trace_are_refused(make, said):
-    module = make()
-    assert said in WholeGraph(module).prove((torch.ones(3, 4),), {})
-
-
-def test_a_module_with_its_own_compile_is_refused():
-    layer = nn.Linear(4, 4)
-    layer.compile()
-    assert "already" in WholeGraph(nn.Sequential(layer)).prove((torch.ones(3, 4),), {})
+    assert said in WholeGraph(make()).prove((torch.ones(3, 4),), {})
 
 
 def test_hooks_are_part_of_forward():

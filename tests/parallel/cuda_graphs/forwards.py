@@ -134,6 +134,34 @@ def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int
     assert ours_missing == missing
 
 
+def recorded(recording: Devices, make: Any = Net, count: int = 2, num: int = 1) -> everygpu.DataParallel:
+    """Make a model, and go through so many steps that it is recorded."""
+    used = recording(count)
+    model = everygpu.DataParallel(make().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == num
+    return model
+
+
+def check_grads(recording: Devices, make: Any, *, num: int | None = 1, warm_ups: int = 0) -> everygpu.DataParallel:
+    """Compare the gradients that recordings, of which there are to be so many, and threads give."""
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = make().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, _ in make_batches(warm_ups):
+            model(x)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
+    assert num is None or num_recordings(model) == num
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    return model
+
+
 def nothing_more(model: Any, optimizer: Any, found: Any) -> None:
     """End here."""
 

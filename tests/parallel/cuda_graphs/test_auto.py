@@ -1,5 +1,6 @@
 """``engine="auto"``: threads first, then recordings that are proven, else threads for good."""
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -66,27 +67,23 @@ def train(model: everygpu.DataParallel, num: int, rows: Any = lambda i: 6) -> li
     return engines
 
 
-def test_what_is_proven_is_recorded(recording: Devices) -> None:
-    used = recording(2)
+def check_beside_one_device(
+    used: list[torch.device], num: int, first: str = "threads", wrap: Any = lambda net: net, **options: Any
+) -> list[str]:
+    """Train by default, and on one device by threads; values must be equal. Return the engines that ran the steps."""
     alone, net = Net().to(used[0]), Net().to(used[0])
     net.load_state_dict(alone.state_dict())
-    engines = train(everygpu.DataParallel(net, used), 10)
-    train(everygpu.DataParallel(alone, [used[0]]), 10)
-    assert engines[0] == "threads"
-    assert engines[-1] == "graphs"
+    engines = train(everygpu.DataParallel(wrap(net), used), num, **options)
+    train(everygpu.DataParallel(alone, used[:1], engine="threads"), num, **options)
+    assert (engines[0], engines[-1]) == (first, "graphs")
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs)
+    return engines
 
 
-def test_one_device_is_recorded_too(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
-    used = recording(1)
-    alone, net = Net().to(used[0]), Net().to(used[0])
-    net.load_state_dict(alone.state_dict())
-    engines = train(everygpu.DataParallel(net, used), 10)
-    train(everygpu.DataParallel(alone, used, engine="threads"), 10)
-    assert (engines[0], engines[-1]) == ("threads", "graphs")
-    for ours, theirs in zip(net.parameters(), alone.parameters()):
-        torch.testing.assert_close(ours, theirs)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_proven_is_recorded(recording: Devices, caplog: pytest.LogCaptureFixture, count: int) -> None:
+    check_beside_one_device(recording(count), 10)
     assert warnings_of(caplog) == []
 
 
@@ -210,14 +207,8 @@ def test_threads_evaluate_one_device_side_by_side(recording: Devices) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_replicas_are_recorded(recording: Devices) -> None:
     torch.compiler.reset()
-    used = recording(2)
-    alone, net = Net().to(used[0]), Net().to(used[0])
-    net.load_state_dict(alone.state_dict())
-    engines = train(everygpu.DataParallel(torch.compile(net, backend="aot_eager"), used), 10)  # type: ignore[arg-type]
-    train(everygpu.DataParallel(alone, [used[0]], engine="threads"), 10)
-    assert (engines[0], engines[-1]) == ("compile", "graphs")
-    for ours, theirs in zip(net.parameters(), alone.parameters()):
-        torch.testing.assert_close(ours, theirs)
+    wrap = functools.partial(torch.compile, backend="aot_eager")
+    check_beside_one_device(recording(2), 10, "compile", wrap)
     torch.compiler.reset()
 
 
@@ -251,18 +242,13 @@ def test_one_line_says_why_replicas_stay_in_threads(
     recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
 ) -> None:
     used = recording(2)
-    assert set(train(everygpu.DataParallel(kind().to(used[0]), used), PATIENCE)) == {"threads"}
+    net = kind().to(used[0])
+    assert set(train(everygpu.DataParallel(net, used), PATIENCE)) == {"threads"}
+    assert getattr(net, "calls", PATIENCE) == PATIENCE, "the threads run all of forward"
     (message,) = warnings_of(caplog)
     assert reason in message.partition("Not recorded: ")[2]
     assert "everygpu run --processes auto" in message
     assert "\n" not in message
-
-
-def test_the_threads_run_all_of_forward(recording: Devices) -> None:
-    used = recording(2)
-    net = Counting().to(used[0])
-    train(everygpu.DataParallel(net, used), PATIENCE)
-    assert net.calls == PATIENCE
 
 
 def test_the_line_comes_with_the_first_step_where_that_is_known(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,16 +262,9 @@ def test_the_line_comes_with_the_first_step_where_that_is_known(caplog: pytest.L
 
 
 def test_batches_of_a_few_shapes_are_all_recorded(recording: Devices) -> None:
-    used = recording(2)
-    alone, net = Net().to(used[0]), Net().to(used[0])
-    net.load_state_dict(alone.state_dict())
-    num_kinds, num_steps = 8, 48
-    model = everygpu.DataParallel(net, used)
-    engines = train(model, num_steps, rows=lambda i: 2 + i % num_kinds)
-    train(everygpu.DataParallel(alone, [used[0]]), num_steps, rows=lambda i: 2 + i % num_kinds)
+    num_kinds = 8
+    engines = check_beside_one_device(recording(2), 48, rows=lambda i: 2 + i % num_kinds)
     assert engines[-num_kinds:] == ["graphs"] * num_kinds
-    for ours, theirs in zip(net.parameters(), alone.parameters()):
-        torch.testing.assert_close(ours, theirs)
 
 
 def test_batches_whose_shapes_never_come_again_stay_in_threads(
@@ -309,13 +288,6 @@ def test_weights_that_move_before_a_recording(recording: Devices) -> None:
             net.a.weight.data = net.a.weight.data.clone()
         engines += train(model, 1)
     assert engines[-10:] == ["graphs"] * 10
-
-
-def test_a_smaller_last_batch_leaves_recordings(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used)
-    engines = train(model, 3 * PATIENCE, rows=lambda i: 6 if i % 6 < 5 else 3)
-    assert engines[-1] == "graphs"
 
 
 def test_gradients_that_are_differentiated_again_are_not_recorded(

@@ -20,11 +20,12 @@ from tests.parallel.cuda_graphs.forwards import (
     NUM_STEPS,
     Devices,
     Net,
-    check,
+    check_grads,
     fail,
     loss_of,
     make_batches,
     num_recordings,
+    recorded,
     train,
 )
 
@@ -60,7 +61,7 @@ def test_objects_with_tensors_in_them_are_made_anew(recording: Devices, count: i
             torch.testing.assert_close(joined, expected * factor)
 
 
-@pytest.mark.parametrize("kind", ["hook", "print", "object", "sync"])
+@pytest.mark.parametrize("kind", ["hook", "object", "sync"])
 def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, caplog: Any) -> None:
     class Strange(Net):
         def forward(self, x: Tensor) -> Any:
@@ -79,20 +80,15 @@ def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, ca
         for x, y in make_batches(NUM_STEPS):
             output = model(x)
             loss_of(output["y"] if kind == "object" else output, y).backward()
-    if kind == "print":
-        assert num_recordings(model) == 1
-        return
     assert num_recordings(model) == 0
     assert len([m for m in caplog.messages if "without CUDA graphs" in m]) == 1
     assert len(seen) == (2 * NUM_STEPS if kind == "hook" else 0)
 
 
 def test_inputs_that_take_gradients(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
-    x = x.to(used[0]).requires_grad_()
+    model = recorded(recording)
+    ((x, y),) = make_batches(1)
+    x = x.to(model.src_device_obj).requires_grad_()
     loss_of(model(x), y).backward()
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
@@ -101,24 +97,11 @@ def test_inputs_that_take_gradients(recording: Devices) -> None:
 
 def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:
     class Holding(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = [self.last.weight]
-
         def forward(self, x: Tensor) -> Any:
+            self.__dict__.setdefault("weights", [self.last.weight])
             return super().forward(x) + self.weights[0].square().sum()
 
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = Holding().to(used[0])
-        net.weights = [net.last.weight]
-        model = everygpu.DataParallel(net, used, engine=engine)
-        for x, y in make_batches(NUM_STEPS):
-            net.zero_grad()
-            loss_of(model(x), y).backward()
-        found.append(net.last.weight.grad.cpu())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    check_grads(recording, Holding, num=None)
 
 
 def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
@@ -131,28 +114,12 @@ def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
 
 
 def test_copies_and_pickles_have_none(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
-    twin = copy.deepcopy(model)
-    assert num_recordings(model) == 1
+    model = recorded(recording)
+    twin, ((x, _),) = copy.deepcopy(model), make_batches(1)
     assert num_recordings(twin) == 0
     torch.testing.assert_close(twin(x).detach() + 0, model(x).detach() + 0)
     model.release()
     assert num_recordings(model) == 0
-
-
-def test_parameters_that_are_replaced(recording: Devices) -> None:
-    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
-        values = {k: v * 0.9 if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
-        model.load_state_dict(values, assign=True)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        train(model, optimizer, found, num=2 * NUM_STEPS)
-        if model.engine == "graphs":
-            assert num_recordings(model) == 1
-
-    check(recording, scenario)
 
 
 def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
@@ -176,35 +143,6 @@ def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
         with torch.inference_mode(), torch.enable_grad():
             assert model(x).is_inference()
     assert num_recordings(model) == 0
-
-
-class LossAndScores(Net):
-    """As models of transformers return them."""
-
-    def forward(self, x: Tensor) -> Any:
-        scores = super().forward(x)
-        return {"loss": scores.square().mean(), "scores": scores, "both": torch.stack([scores, scores])}
-
-
-def test_a_loss_beside_what_it_was_computed_from_is_recorded_once(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(LossAndScores().to(used[0]), used, engine="graphs")
-    for x, _ in make_batches(2 * NUM_STEPS):
-        model(x)["loss"].mean().backward()
-    assert num_recordings(model) == 1
-
-
-class Pairwise(nn.Module):
-    """Returns two outputs that share nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.actor = nn.Linear(6, 5)
-        self.critic = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.actor(x), self.critic(x)
 
 
 def test_memory_that_is_too_small_for_recordings(
@@ -266,20 +204,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent])
 def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make: Any) -> None:
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = make().to(used[0])
-        model = everygpu.DataParallel(net, used, engine=engine)
-        for x, _ in make_batches(NUM_STEPS):
-            model(x)
-        for x, y in make_batches(NUM_STEPS):
-            net.zero_grad()
-            loss_of(model(x), y).backward()
-        found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
-    assert len(found[1]) == len(found[0])
-    for a, b in zip(found[1], found[0]):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    check_grads(recording, make, num=None, warm_ups=NUM_STEPS)
 
 
 def test_what_may_change_unseen_is_named(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
@@ -308,17 +233,7 @@ def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
         def forward(self, x: Tensor) -> Any:
             return super().forward((self.mixer @ x.t()).t())
 
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = Mixing().to(used[0])
-        model = everygpu.DataParallel(net, used, engine=engine)
-        for x, y in make_batches(NUM_STEPS):
-            net.zero_grad()
-            loss_of(model(x), y).backward()
-        found.append(net.first.weight.grad.cpu())
-        assert num_recordings(model) == (engine == "graphs" and kind == "inference")
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    check_grads(recording, Mixing, num=int(kind == "inference"))
 
 
 @pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
@@ -372,11 +287,8 @@ register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
 
 
 def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        value = loss_of(model(x), y)
-        value.backward()
+    model = recorded(recording)
+    ((x, y),) = make_batches(1)
     gc.collect()
     gc.disable()
     try:

@@ -20,6 +20,7 @@ from tests.parallel.cuda_graphs.forwards import (
     loss_of,
     make_batches,
     num_recordings,
+    recorded,
     train,
 )
 
@@ -187,12 +188,8 @@ def test_who_cannot_record_now_records_later(recording: Devices) -> None:
 
 
 def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        loss_of(model(x), y).backward()
-    assert num_recordings(model) == 1
-    others = {d: torch.cuda.Stream(d) if d.type == "cuda" else object() for d in used}
+    model = recorded(recording)
+    others = {d: torch.cuda.Stream(d) if d.type == "cuda" else object() for d in model.replica_devices}
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorded_forward.current_stream", others.get)
-    model(x)
+    model(make_batches(1)[0][0])
     assert num_recordings(model) == 0

@@ -10,7 +10,7 @@ from torch._dynamo import lookup_backend
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.errors import OptionError, ReplicaError
+from everygpu.errors import ReplicaError
 from everygpu.parallel.engines import compiled
 
 # torch's own modules warn about themselves when its compiler is imported.
@@ -76,36 +76,32 @@ def batch(device, rows=12):
 
 
 class TestSameAsThreads:
-    def test_training_a_compiled_module(self, devices):
+    @pytest.fixture
+    def made(self, monkeypatch):
+        """The graphs that are compiled."""
+        found = []
+
+        def counting(graph, inputs):
+            found.append(graph)
+            return lookup_backend("aot_eager")(graph, inputs)
+
+        monkeypatch.setattr(compiled, "InductorBackend", lambda _: counting)
+        return found
+
+    @pytest.mark.parametrize("by_user", [True, False])
+    def test_training_with_one_compilation_for_each_device(self, devices, made, by_user):
         used = devices(3)
         x, y = batch(used[0])
-        net = build(used[0])
+        torch.manual_seed(0)
+        net = Plain().to(used[0])
         eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
-        ours = everygpu.DataParallel(torch.compile(net, backend="aot_eager"), used)
+        inner = torch.compile(net, backend=compiled.InductorBackend({})) if by_user else net
+        ours = everygpu.DataParallel(inner, used, engine="auto" if by_user else "compile")
         assert ours.engine_in_use == "compile"
         assert train(ours, x, y) == pytest.approx(train(eager, x, y))
         torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
         torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
         assert list(ours.state_dict()) == list(net.state_dict())
-
-    def test_one_compilation_serves_all_replicas(self, devices, monkeypatch):
-        used = devices(3)
-        made = []
-
-        def counting(graph, inputs):
-            made.append(graph)
-            return lookup_backend("aot_eager")(graph, inputs)
-
-        monkeypatch.setattr(compiled, "InductorBackend", lambda _: counting)
-        x, y = batch(used[0])
-        torch.manual_seed(0)
-        net = Plain().to(used[0])
-        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
-        ours = everygpu.DataParallel(net, used, engine="compile")
-        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
-        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
-        torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
-        # One graph is made for one device.
         assert len(made) == len(set(used))
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
@@ -164,15 +160,9 @@ class TestSameAsThreads:
         for _ in range(2):
             torch.testing.assert_close(everygpu.gather(model(torch.ones(4, 4))), expected)
 
-    def test_what_its_user_has_compiled_runs_as_it_is_on_one_device(self):
-        made = []
-
-        def counting(graph, inputs):
-            made.append(graph)
-            return lookup_backend("aot_eager")(graph, inputs)
-
+    def test_what_its_user_has_compiled_runs_as_it_is_on_one_device(self, made):
         x, y = batch("cpu")
-        net = torch.compile(Plain(), backend=counting)
+        net = torch.compile(Plain(), backend=compiled.InductorBackend({}))
         net(x)
         train(everygpu.DataParallel(net, ["cpu"]), x, y)
         assert len(made) == 1
@@ -218,17 +208,6 @@ class TestWaysBack:
         assert isinstance(caught.value.__cause__, ReplicaError)
         assert "replica 1" in str(caught.value.__cause__)
         assert model(torch.randn(4, 4)).shape == (4, 3)
-
-    def test_engine_is_one_of_three(self):
-        with pytest.raises(OptionError, match="threads"):
-            everygpu.DataParallel(build("cpu"), ["cpu"], engine="fast")
-
-    @pytest.mark.parametrize("compiled", [False, True])
-    def test_auto_does_what_the_user_did(self, devices, compiled):
-        used = devices(2)
-        net = torch.compile(build(used[0]), backend="eager") if compiled else build(used[0])
-        model = everygpu.DataParallel(net, used)
-        assert model.engine_in_use == ("compile" if compiled else "threads")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -78,28 +78,24 @@ def test_setting_is_carried_and_put_back(setting, look, inside, outside):
 
 
 def test_grad_within_inference_mode():
-    with torch.inference_mode(), torch.enable_grad():
-        state = ThreadState([torch.device("cpu")])
-    seen = call_in_thread(
-        lambda: state.run(
-            state.snapshot(),
-            torch.device("cpu"),
+    with torch.inference_mode():
+        seen, _ = carry(
+            [torch.device("cpu")],
+            torch.enable_grad(),
             lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
         )
-    )
     assert seen == (True, True)
 
 
 def test_every_autocast_type_at_once(devices):
     used = devices(2)
     kind = used[0].type
-    with torch.autocast("cpu", torch.float16), torch.autocast(kind, torch.bfloat16):
-        state = ThreadState(used)
-    seen = call_in_thread(
-        lambda: state.run(
-            state.snapshot(), used[1], lambda: (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype(kind))
-        )
-    )
+
+    def look():
+        return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype(kind)
+
+    with torch.autocast("cpu", torch.float16):
+        seen, _ = carry(used, torch.autocast(kind, torch.bfloat16), look)
     assert seen == (torch.bfloat16 if kind == "cpu" else torch.float16, torch.bfloat16)
 
 
@@ -159,27 +155,18 @@ def test_one_thread_at_a_time_unpacks_saved_tensors():
 
 def test_context_variables_are_carried_one_way():
     token = variable.set("mine")
+    seen = []
+
+    def change():
+        seen.append(variable.get())
+        variable.set("theirs")
+
     try:
-        state = ThreadState([torch.device("cpu")])
-        context = state.snapshot()
-
-        def change():
-            seen = variable.get()
-            variable.set("theirs")
-            return seen
-
-        seen, later = call_in_thread(lambda: (state.run(context, torch.device("cpu"), change), variable.get()))
-        assert (seen, later) == ("mine", "unset")
+        carry([torch.device("cpu")], contextlib.nullcontext(), change)
+        assert seen == ["mine", "unset"]
         assert variable.get() == "mine"
     finally:
         variable.reset(token)
-
-
-def test_state_is_that_of_the_capture():
-    with torch.no_grad():
-        state = ThreadState([torch.device("cpu")])
-    assert torch.is_grad_enabled()
-    assert not call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), torch.is_grad_enabled))
 
 
 def test_thread_is_put_back_after_an_exception():
@@ -198,14 +185,6 @@ def test_thread_is_put_back_after_an_exception():
     calls = mode.calls
     assert call_in_thread(attempt) == (True, False)
     assert mode.calls == calls
-
-
-def test_caller_is_left_alone():
-    with torch.no_grad(), Counting():
-        state = ThreadState([torch.device("cpu")])
-        call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), torch.is_grad_enabled))
-        assert not torch.is_grad_enabled()
-    assert torch.is_grad_enabled()
 
 
 class TestFactoryUse:

@@ -14,7 +14,6 @@ from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Use, versions_of
 from everygpu.parallel.call import Call
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
 from everygpu.parallel.sharded.hooks import mark_recorded
@@ -103,8 +102,6 @@ class RecordedPass:
     """For each parameter whether it gets a gradient, on any device."""
     watched: list[Tensor]
     """What backward reads, and Python may write between launches."""
-    proof: ForwardProof | None
-    """That a launch does what the forward would do; None where the caller has said so."""
 
 
 class Launch:

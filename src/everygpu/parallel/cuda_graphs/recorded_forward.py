@@ -17,7 +17,6 @@ from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.call import PerReplica
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.launch import (
     DIFFERENTIATED_AGAIN,
@@ -38,7 +37,7 @@ from everygpu.parallel.cuda_graphs.recordable import (
     seal_outputs,
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
-from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
+from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync, why_not_sent
 from everygpu.parallel.engines.engine import EngineContext
 from everygpu.parallel.replicas.remap import in_place_of
@@ -77,7 +76,6 @@ class RecordedForward(Recordable[PerReplica]):
         self._route = route = context.spec()
         self._devices = route.devices
         self._proves = proves
-        self._proofs = ForwardProofs()
         self._replicas: ReplicaSet | None = None
         self._modules: list[nn.Module] = []
         self._sync: ParameterSync | None = None
@@ -170,8 +168,10 @@ class RecordedForward(Recordable[PerReplica]):
     def unsupported_reason(self) -> str | None:
         return find_unsupported_tensor(self._module()) or why_not_sent(self._trained(), self._devices)
 
-    def may_record(self, batch: Batch) -> bool:
-        return not self._proves or self._proofs.may_find(batch, self._route)
+    def needs_proof(self) -> bool:
+        if self._refused is not None:
+            raise CaptureError(self._refused)
+        return self._proves
 
     def prepare(self) -> _Prepared:
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.
@@ -185,9 +185,6 @@ class RecordedForward(Recordable[PerReplica]):
         return _Prepared(leaves=leaves, sums=self.sync.make_reducers(), homes=homes)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
-        if self._refused is not None:
-            raise CaptureError(self._refused)
-        proof = self._prove(batch) if self._proves else None
         draw_seeds(self.roots(), self._devices)
         found = graph.record(lambda: self._forward(batch, prepared))
         call, outputs = found.call, seal_outputs(list(found))
@@ -218,17 +215,10 @@ class RecordedForward(Recordable[PerReplica]):
             backward=backward,
             reached=_reached(grads),
             watched=watched,
-            proof=proof,
         )
 
     def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
-
-    def begin(self, recorded: RecordedPass) -> bool:
-        if recorded.proof is not None and not recorded.proof.holds():
-            self.capture.forget()
-            return False
-        return True
 
     def finish(self, recorded: RecordedPass) -> PerReplica:
         launch = Launch(self, recorded)
@@ -266,17 +256,6 @@ class RecordedForward(Recordable[PerReplica]):
         at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
         with in_place_of(self._module(), at_home):
             return self._context.run(self._replicas, args, kwargs)
-
-    def _prove(self, batch: StaticBatch) -> ForwardProof:
-        """Return the proof that a launch does what the forward would do.
-
-        Raises:
-            CaptureError: there is none.
-        """
-        proof = self._proofs.find(self.roots()[0], batch.read(), self._route, is_first=not self.capture.has_recordings)
-        if isinstance(proof, str):
-            raise CaptureError(proof)
-        return proof
 
     def _record_backward(
         self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]

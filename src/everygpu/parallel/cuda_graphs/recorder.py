@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,7 @@ from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
@@ -47,9 +49,13 @@ class Recordable(ABC, Generic[Result]):
     def unsupported_reason(self) -> str | None:
         """Say why the step is better not recorded."""
 
-    def may_record(self, batch: Batch) -> bool:
-        """Tell whether a kind of batch that is due is to be recorded now, rather than later."""
-        return True
+    def needs_proof(self) -> bool:
+        """Tell whether Dynamo has to prove that a launch does what forward would do; raise where it can't."""
+        return False
+
+    def forwarding(self) -> AbstractContextManager[Any]:
+        """Have torch's settings within be those that forward runs under."""
+        return nullcontext()
 
     @abstractmethod
     def prepare(self) -> Any:
@@ -65,11 +71,11 @@ class Recordable(ABC, Generic[Result]):
 
     @abstractmethod
     def give_up(self, reason: str) -> None:
-        """Release what recordings need: steps run eagerly from now on, for a reason."""
+        """Release what recordings need: steps run eagerly from now on."""
 
-    @abstractmethod
     def begin(self, recorded: Any) -> bool:
         """Prepare for a launch; False when this step has to run eagerly."""
+        return True
 
     @abstractmethod
     def finish(self, recorded: Any) -> Result:
@@ -81,6 +87,8 @@ class _Recording:
     batch: StaticBatch
     graph: MultiGpuGraph
     recorded: Any
+    proof: ForwardProof | None
+    """That a launch does what the forward would do; None where the caller has said so."""
     num_idle_draws: int = 0
     """How often each step draws from the host's generator for nothing."""
 
@@ -124,6 +132,7 @@ class Capture(Generic[Result]):
         self._proves_hooks = proves or proves_hooks
         self._gives_up = gives_up
         self._kinds = BatchKinds(name, route.devices)
+        self._proofs = ForwardProofs()
         self._step = step
         self._name = name
         self._route = route
@@ -165,7 +174,9 @@ class Capture(Generic[Result]):
             self._give_up(f"of {WINDOW} batches hardly any had the shapes of one before")
             return None
         if recording is None:
-            if not self._kinds.is_due(key, len(self._recordings)) or not self._step.may_record(batch):
+            if not self._kinds.is_due(key, len(self._recordings)):
+                return None
+            if self._proves and not self._proofs.may_find(batch, self._route):
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
@@ -174,7 +185,7 @@ class Capture(Generic[Result]):
 
     def _launch(self, recording: _Recording, batch: Batch, leaves: Leaves) -> Result | None:
         with recording.graph.may_replay() as may_replay:
-            if not may_replay or not self._step.begin(recording.recorded):
+            if not may_replay or not self._holds(recording) or not self._step.begin(recording.recorded):
                 return None
             recording.batch.write(batch, leaves)
             recording.graph.replay()
@@ -183,6 +194,15 @@ class Capture(Generic[Result]):
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
+
+    def _holds(self, recording: _Recording) -> bool:
+        if recording.proof is None:
+            return True
+        with self._step.forwarding():
+            if recording.proof.holds():
+                return True
+        self.forget()
+        return False
 
     @property
     def has_recordings(self) -> bool:
@@ -288,10 +308,11 @@ class Capture(Generic[Result]):
         graph = MultiGpuGraph(self._route.devices) if others is None else others.graph.next()
         try:
             prepared, before = self._step.prepare(), held.versions()
+            proof = self._prove(held) if self._step.needs_proof() else None
             recorded = self._step.record(graph, held, prepared)
             if held.versions() != before:
                 raise CaptureError("the batch is written to, and a recording has its own copy of it")
-            return _Recording(batch=held, graph=graph, recorded=recorded)
+            return _Recording(batch=held, graph=graph, recorded=recorded, proof=proof)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "
             line = (str(error).splitlines() or [""])[0]
@@ -301,6 +322,14 @@ class Capture(Generic[Result]):
         # Once more, without the graph of autograd that the exception held.
         return_memory(self._route.devices)
         return failure
+
+    def _prove(self, held: StaticBatch) -> ForwardProof:
+        with self._step.forwarding():
+            root, batch = self._step.roots()[0], held.read()
+            proof = self._proofs.find(root, batch, self._route, is_first=not self._recordings)
+        if isinstance(proof, str):
+            raise CaptureError(proof)
+        return proof
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
