@@ -20,9 +20,8 @@ HEAD = """# Measured
 
 The figures that README and these pages cite, from `benchmarks/results/*.json`; `python website/measured.py` writes this
 page. A step's time is the median, with the least and the most in brackets, in milliseconds. Machines differ: compare
-within a line. [Benchmarks](benchmarks.md) measures your machine.
+within a line. [Benchmarks](benchmarks.md) measures your machine. †: not measured again since, and the code has changed.
 """
-STALE = "Not measured again since, and the code has changed."
 SHARED = "Replicas and ranks share the one GPU: their times say what a change costs, not how fast two GPUs are."
 
 ENGINES = ("graphs", "threads", "compile")
@@ -34,9 +33,8 @@ TITLES = {
     "costs": "What safety costs",
     "ranks": "A process for each GPU",
     "one-gpu": "One GPU, models that nobody tuned for",
-    "before-0.1": "One card, before 0.1",
 }
-"""The sections of the page, in this order; other files follow under their own names."""
+"""The sections of the page, in this order; what other files have is cited nowhere."""
 
 WORKLOADS = {
     "bert": "BERT, 40 lengths",
@@ -89,21 +87,20 @@ def read(name: str) -> list[Row]:
 
 def page() -> str:
     """Write the page."""
-    names = [path.stem for path in sorted(RESULTS.glob("*.json"))]
-    ordered = [name for name in TITLES if name in names] + [name for name in names if name not in TITLES]
-    return "\n".join([HEAD, *(part for name in ordered for part in section(name))])
+    return "\n".join([HEAD, *(part for name in TITLES for part in section(name))])
 
 
 def section(name: str) -> Iterable[str]:
-    yield f"## {TITLES.get(name, name)}\n"
-    groups: dict[tuple[str, str, bool], list[Row]] = {}
+    yield f"## {TITLES[name]}\n"
+    groups: dict[str, list[Row]] = {}
     for row in read(name):
-        groups.setdefault((row["hardware"], row["date"][:10], row.get("changed_since", False)), []).append(row)
-    for (hardware, day, is_stale), rows in groups.items():
-        versions = ", ".join(f"{part} {version}" for part, version in rows[0]["versions"].items() if part != "everygpu")
+        groups.setdefault(row["hardware"], []).append(row)
+    for hardware, rows in groups.items():
+        versions = ", ".join(
+            f"{part} {version}" for part, version in rows[-1]["versions"].items() if part != "everygpu"
+        )
         is_shared = " x " not in hardware and any(row.get("replicas", 1) * row.get("ranks", 1) > 1 for row in rows)
-        notes = [STALE] * is_stale + [SHARED] * is_shared
-        yield " ".join([f"{hardware}, {day}; {versions}.", *notes]) + "\n"
+        yield f"{hardware}; {versions}.{f' {SHARED}' * is_shared}\n"
         yield "\n".join(table(rows)) + "\n"
 
 
@@ -113,12 +110,14 @@ def table(rows: list[Row]) -> Iterable[str]:
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         lines.setdefault((row["workload"], row["commit"] if "median_ms" in row else ""), []).append(row)
-    yield f"| | {' | '.join(map(column_name, columns))} | commit |"
+    yield f"| | {' | '.join(map(column_name, columns))} | when |"
     yield f"|---|{'---|' * len(columns)}---|"
     for (workload, _), of_line in lines.items():
         cells = {row["row"]: cell(row) for row in of_line}
         commits = ", ".join(dict.fromkeys(row["commit"] for row in of_line))
-        yield f"| {workload_name(workload)} | {' | '.join(cells.get(name, '') for name in columns)} | {commits} |"
+        newest = max(of_line, key=lambda row: row["date"])
+        when = f"{commits}, {newest['date'][:10]}{' †' * newest.get('changed_since', False)}"
+        yield f"| {workload_name(workload)} | {' | '.join(cells.get(name, '') for name in columns)} | {when} |"
 
 
 def place(row: str) -> int:

@@ -1,7 +1,5 @@
 """What a user might name after ``everygpu bench --model tests.bench.own:``."""
 
-import time
-
 import torch
 from torch import nn
 
@@ -87,17 +85,8 @@ def small_bert():
     return bert.bert(rows=4, lengths=(4, 12), num_batches=3, **sizes)
 
 
-def talkative():
-    print("a line without an end", end="")
-    return classifier()
-
-
 def failing():
     raise KeyError("mine")
-
-
-def hanging():
-    time.sleep(600)
 
 
 def too_large():

@@ -21,7 +21,7 @@ def test_steps_take_them_in_turn(peer, num_devices):
         return output.square().mean()
 
     work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")] * num_devices, precision="fp32")
-    step = ROWS[peer].make(work)
+    step = ROWS[peer](work)
     for _ in range(4):
         step()
     assert seen == [(n * num_devices, [n] * n * num_devices) for n in (6, 4, 2, 6)]

@@ -28,27 +28,14 @@ def test_the_engine_that_ran_is_told(monkeypatch):
     assert [measure(peer)["engine"] for peer in ("single", "ours", "step")] == ["", "threads", "graphs"]
 
 
-def test_rows_as_asked_for():
-    assert measure("single", rows=9)["rows_per_device"] == 9
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("peer", ["single", "ddp"])
-def test_a_wrong_model_is_refused(peer):
+def test_what_goes_wrong_is_told(peer):
     assert "Return (model, loss, optimizer, batch)" in measure(peer, f"{OWN}three", num_devices=1)["refused"]
+    assert "fewer rows for each GPU (--rows)" in measure(peer, f"{OWN}too_large", num_devices=1)["error"]
+    with pytest.raises(Exception, match="mine"):
+        measure(peer, f"{OWN}failing", num_devices=1)
 
 
 def test_what_does_not_run_here_is_an_error():
-    assert "needs a GPU" in measure("dp")["error"]
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("peer", ["single", "ddp"])
-def test_out_of_memory_says_what_to_do(peer):
-    assert "fewer rows for each GPU (--rows)" in measure(peer, f"{OWN}too_large", num_devices=1)["error"]
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_failure_in_a_process_of_ddp_is_shown():
-    with pytest.raises(Exception, match="KeyError: 'mine'"):
-        measure("ddp", f"{OWN}failing", num_devices=1)
+    assert "needs a GPU. Leave out" in measure("dp")["error"]

@@ -38,7 +38,7 @@ def test_a_model_with_everything_to_train_it(name):
         (f"{OWN}net", r"own:net\(\) returns a Sequential\."),
         (f"{OWN}no_module", "returns a int first. Return a torch.nn.Module"),
         (f"{OWN}no_loss", "returns a str second. Return a loss"),
-        (f"{OWN}no_optimizer", "returns a float third. Return a torch.optim.Optimizer"),
+        (f"{OWN}no_optimizer", "returns a float third. Return an optimizer"),
         (f"{OWN}foreign_optimizer", "an optimizer over other parameters"),
         (f"{OWN}no_rows", "returns a batch without rows"),
         (f"{OWN}no_batches", "returns a batch without rows"),

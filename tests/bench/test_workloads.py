@@ -57,18 +57,6 @@ def test_what_the_classifier_returns_keeps_its_class():
     assert output.logits.shape == (4, 2)
 
 
-def test_padding_changes_nothing():
-    model, _, _, batches = make("bert")
-    for p in model.parameters():
-        torch.nn.init.normal_(p)  # so that every token counts
-    batch = batches.items[0]
-    shorter = {key: x[1:2] for key, x in batch.items()}
-    length = int(shorter["attention_mask"].sum())
-    cut = {key: x[:, :length] if x.ndim > 1 else x for key, x in shorter.items()}
-    assert length < shorter["input_ids"].shape[1]
-    torch.testing.assert_close(model(**cut).logits, model(**shorter).logits)
-
-
 def test_sentences_have_many_lengths_and_always_the_same():
     few = {"vocabulary": 50, "width": 8, "num_layers": 1, "num_heads": 1}
     found = [list_batches(bert.bert(**few)[3]) for _ in range(2)]
@@ -77,12 +65,6 @@ def test_sentences_have_many_lengths_and_always_the_same():
     assert len(set(lengths)) > 20
     assert all(rows == 32 and 32 <= length <= 256 for rows, length in lengths)
     assert all(torch.equal(a[key], b[key]) for a, b in zip(*found) for key in a)
-
-
-def test_what_follows_changes_nothing_before():
-    model = make("tiny").model
-    ids = torch.arange(8).unsqueeze(0)
-    torch.testing.assert_close(model(ids[:, :5]), model(ids)[:, :5])
 
 
 def test_bert_has_its_size():

@@ -86,11 +86,6 @@ def test_errors_of_ours_are_messages(failing_command, kind, code):
     assert result.stdout == ""
 
 
-def test_long_messages_are_not_folded(failing_command):
-    failing_command.append(DeviceError("word " * 100))
-    assert CliRunner().invoke(main, ["fail"]).stderr.count("\n") == 1
-
-
 def test_errors_of_the_system_are_one_line(failing_command):
     failing_command.append(PermissionError(13, "Permission denied", "a/b.json"))
     result = CliRunner().invoke(main, ["fail"])

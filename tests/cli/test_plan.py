@@ -6,7 +6,7 @@ import pytest
 from everygpu.cli.options import Request, read_request
 from everygpu.cli.plan import Plan, plan_run
 from everygpu.devices import nvml
-from everygpu.errors import DeviceError, OptionError
+from everygpu.errors import DeviceError
 from tests.devices.fake_nvml import GIB, make_sample
 
 BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
@@ -47,10 +47,10 @@ def test_what_gpus_cannot_say(text):
 def plan(monkeypatch):
     """Plan a run on a box of samples; None stands for a machine without a driver."""
 
-    def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, **environ):
+    def make(gpus="auto", *, min_free=None, samples=BOX, **environ):
         monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
         request = parse_request(gpus)
-        demand = request.demand(min_free_memory=min_free, min_count=min_count)
+        demand = request.demand(min_free_memory=min_free)
         return plan_run(request, demand, environ, share=True)
 
     return make
@@ -124,19 +124,6 @@ def test_what_is_asked_for_and_cannot_be_had(plan, gpus, min_free, environ, word
 def test_asking_for_gpus_without_a_driver(plan):
     with pytest.raises(DeviceError, match="Found 0 of 1 requested GPUs. Omit"):
         plan("1", samples=None)
-
-
-def test_the_fewest_that_will_do(plan):
-    assert plan("3", min_free="20GiB", min_count=2).num_gpus == 2
-    assert plan(min_free="20GiB", min_count=2).num_gpus == 2
-    for options in ({"min_free": "20GiB"}, {"samples": None}, {"CUDA_VISIBLE_DEVICES": ""}):
-        with pytest.raises(DeviceError, match="of 3 requested GPUs"):
-            plan(min_count=3, **options)  # the CPU will not do
-
-
-def test_wrong_size(plan):
-    with pytest.raises(OptionError, match="'lots'"):
-        plan(min_free="lots")
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,6 @@ def test_it_shows_how_much_is_done_and_goes(terminal):
     assert terminal.getvalue().endswith(f"{SHOWN}\r\x1b[1A{ERASED}")
 
 
-def test_an_interrupt_leaves_the_terminal_as_it_was(terminal):
-    def work():
-        with show_bar("a"):
-            wait_for(terminal, "a ")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert terminal.getvalue().endswith(f"{SHOWN}\r\x1b[1A{ERASED}")
-
-
 def test_nothing_is_shown_in_a_pipe_or_when_asked(terminal):
     with show_bar("a", 2, quiet=True):
         pass
@@ -75,13 +64,6 @@ def test_nothing_is_shown_in_a_pipe_or_when_asked(terminal):
     with show_bar("a", 2) as count:
         count(1)
     assert terminal.getvalue() == ""
-
-
-def test_forced_colours_make_no_terminal_of_a_pipe(monkeypatch, capfd):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with show_bar("a", 2):
-        time.sleep(0.05)
-    assert capfd.readouterr().err == ""
 
 
 def test_doctor_says_that_it_looks(terminal, monkeypatch):

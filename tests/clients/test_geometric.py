@@ -86,15 +86,6 @@ def test_training_equals_one_device(DataParallel, devices):
     torch.testing.assert_close(model.module.state_dict(), bare.state_dict(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_graphs", [1, 2])
-def test_few_graphs(DataParallel, devices, num_graphs):
-    chosen = devices(2)
-    graphs = [graph(i, 3) for i in range(num_graphs)]
-    bare = make(chosen[0])
-    expected = bare(graph_data.Batch.from_data_list(graphs).to(chosen[0]))
-    torch.testing.assert_close(DataParallel(bare, chosen)(graphs) + 0, expected, rtol=1e-9, atol=1e-9)
-
-
 class FromList(Net):
     """Makes its batch itself, of the graphs that it is called with."""
 

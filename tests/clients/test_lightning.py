@@ -134,35 +134,6 @@ def test_averages_of_weights_equal_one_device(devices, tmp_path, index):
     assert isinstance(copy.deepcopy(two).model, everygpu.DataParallel)
 
 
-class WithLoss(nn.Module):
-    """Computes its loss itself: one entry per replica."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x, y):
-        return nn.functional.cross_entropy(self.mlp(x), y)
-
-
-class Delegating(Classifier):
-    def training_step(self, batch, batch_index):
-        loss = self.model(*batch).mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-def test_loss_of_the_model_is_averaged(devices, tmp_path):
-    losses = []
-    for n in (None, devices(2)):
-        torch.manual_seed(0)
-        model = WithLoss().double()
-        module = Delegating(model if n is None else everygpu.DataParallel(model, n))
-        trainer(tmp_path, devices(2)).fit(module, loader())
-        losses.append(module.losses)
-    torch.testing.assert_close(losses[1], losses[0], **TOLERANCE)
-
-
 def test_a_feeder_is_a_loader(devices, tmp_path):
     one, two = classifier(), classifier(devices(2))
     fit(tmp_path, devices(2), one)

@@ -4,7 +4,6 @@ Sections without a library run in ``make test``, too.
 """
 
 import importlib
-import types
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.site.running import code_by_heading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="some of these libraries would take the GPUs")
 
-ELSEWHERE = "TensorBoard, W&B, CSV: figures of a run"  # tests/site/test_recipes.py, test_trackers.py
+ELSEWHERE = "TensorBoard, W&B, CSV: figures of a run"  # tests/site/test_recipes.py
 CODES = {title: code for title, code in code_by_heading("recipes").items() if title != ELSEWHERE}
 
 
@@ -58,16 +57,6 @@ def trainer(names, monkeypatch):
         "model": gpt(transformers),
         "arguments": arguments,
         "data": [{"input_ids": t, "labels": t} for t in tokens],
-    }
-
-
-def own_loop(names, monkeypatch):
-    tokens = torch.randint(2, 32, (4, 6))
-    return {
-        "model": gpt(pytest.importorskip("transformers")),
-        "batch": {"input_ids": tokens, "labels": tokens},
-        "tokens": tokens,
-        "tokenizer": types.SimpleNamespace(pad_token_id=0),
     }
 
 
@@ -114,7 +103,6 @@ def with_timm(names, monkeypatch):
 
 GIVEN = {
     "transformers: Trainer": trainer,
-    "transformers: a loop of your own": own_loop,
     "Lightning": with_lightning,
     "Accelerate": with_accelerate,
     "torchmetrics, NumPy, scikit-learn": metrics,

@@ -37,16 +37,6 @@ def assert_same_state(*paths):
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_dcgan(run, devices, tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    # On the same device: its generator draws the first weights.
-    expected = run("dcgan", "--out", tmp_path / "one", "--device", str(devices(1)[0]))
-    assert_same(run("dcgan", "--out", tmp_path / "two", devices=devices(2)), expected)
-    for name in ("generator.pth", "discriminator.pth"):
-        assert_same_state(tmp_path / "two" / name, tmp_path / "one" / name)
-
-
 def test_mnist(run, devices, tmp_path):
     expected = run("mnist", "--save-model", tmp_path / "one.pt")
     assert_same(run("mnist", "--save-model", tmp_path / "two.pt", devices=devices(2)), expected)

@@ -113,15 +113,6 @@ def test_batch_norm_is_synchronized(devices):
     torch.testing.assert_close(model.state_dict(), bare.state_dict(), **CLOSE)
 
 
-def test_lists_of_features(devices):
-    chosen = devices(2)
-    bare = timm.create_model("resnet10t", features_only=True).double().eval().to(chosen[0])
-    x = next(batches(chosen[0]))[0]
-    found = everygpu.DataParallel(bare, chosen)(x)
-    assert type(found) is list
-    torch.testing.assert_close([y + 0 for y in found], bare(x), **CLOSE)
-
-
 def test_parts_of_a_model_run_and_are_frozen(devices):
     chosen = devices(2)
     bare = timm.models.VisionTransformer(img_size=SIZE, patch_size=16, embed_dim=16, depth=2, num_heads=2).double()

@@ -14,16 +14,10 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 LABELS = torch.arange(22) % 3 % 2
 
-MULTICLASS = (
-    "Accuracy", "F1Score", "AUROC", "ConfusionMatrix", "AveragePrecision", "CohenKappa", "CalibrationError",
-    "MatthewsCorrCoef", "HammingDistance",
-)  # fmt: skip
-BINARY = ("Accuracy", "AUROC", "ROC", "PrecisionRecallCurve", "StatScores")
-REGRESSION = (
-    "MeanSquaredError", "MeanAbsoluteError", "R2Score", "PearsonCorrCoef", "SpearmanCorrCoef", "ExplainedVariance",
-    "CosineSimilarity", "ConcordanceCorrCoef",
-)  # fmt: skip
-OUTPUTS = ("PearsonCorrCoef", "SpearmanCorrCoef", "ConcordanceCorrCoef")
+MULTICLASS = ("Accuracy", "AUROC", "ConfusionMatrix", "CalibrationError")
+BINARY = ("Accuracy", "AUROC", "PrecisionRecallCurve")
+REGRESSION = ("MeanSquaredError", "R2Score", "SpearmanCorrCoef", "CosineSimilarity")
+OUTPUTS = ("SpearmanCorrCoef",)
 
 
 def metric(kind, name):
@@ -82,15 +76,6 @@ def test_collections_and_running_means(outputs):
             kept.update(output.detach()[:, 0])
         found.append((collection.compute(), mean.compute(), kept.compute()))
     torch.testing.assert_close(found[0], found[1], **TOLERANCE)
-
-
-def test_a_metric_differentiates(outputs):
-    found = []
-    for output in outputs:
-        expected = rows(22, 2, device=output.device, seed=2)
-        (gradient,) = torch.autograd.grad(torchmetrics.functional.mean_squared_error(output, expected), output)
-        found.append(gradient)
-    torch.testing.assert_close(found[0] + 0, found[1], **TOLERANCE)
 
 
 def test_a_metric_that_keeps_outputs_keeps_their_shards_and_is_pickled(outputs):

@@ -20,16 +20,6 @@ held = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda")
 print("ready", flush=True)
 sys.stdin.read()
 """
-WORK = """
-import select, sys, torch
-a = torch.randn(4096, 4096, device="cuda")
-held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-print("ready", flush=True)
-while not select.select([sys.stdin], [], [], 0)[0]:
-    for _ in range(20):
-        a @ a
-    torch.cuda.synchronize()
-"""
 
 
 def find_gpus(at_least):

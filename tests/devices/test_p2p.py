@@ -141,18 +141,12 @@ def test_another_driver_or_boot_is_tested_again(machine, monkeypatch, tmp_path):
     assert len(machine.commands) == 3
 
 
-def test_new_gpu_is_tested_and_the_others_are_still_known(machine):
-    keep(UUIDS[:2], {(0, 1): RIGHT, (1, 0): RIGHT})
+def test_new_gpu_is_tested_and_verdicts_belong_to_gpus_not_to_their_order(machine):
+    keep(UUIDS[:2], {(0, 1): RIGHT, (1, 0): WRONG})
     assert look_up(UUIDS) is None
+    assert look_up(UUIDS[1::-1]) == {(0, 1): WRONG, (1, 0): RIGHT}
     trusted_peers(cuda(0, 1))
     assert len(machine.commands) == 1
-    assert look_up(UUIDS[1::-1]) == {(0, 1): RIGHT, (1, 0): RIGHT}
-
-
-@pytest.mark.usefixtures("machine")
-def test_verdicts_belong_to_gpus_not_to_their_order():
-    keep(UUIDS, reports(_02=WRONG))
-    assert look_up(["cccc", "aaaa"]) == {(0, 1): RIGHT, (1, 0): WRONG}
 
 
 @pytest.mark.parametrize(("policy", "trusted"), [("trust", True), ("staged", False)])
@@ -161,11 +155,8 @@ def test_variable_decides_without_a_test(machine, monkeypatch, policy, trusted):
     monkeypatch.setenv(VARIABLE, policy)
     assert trusted_peers(cuda(0, 1)) == trusted
     assert machine.commands == []
-
-
-@pytest.mark.usefixtures("machine")
-def test_wrong_variable(monkeypatch):
     monkeypatch.setenv(VARIABLE, "no")
+    forget_this_process()
     with pytest.raises(OptionError, match="='no' is unknown. Set 'test', 'trust' or 'staged'"):
         trusted_peers(cuda(0, 1))
 
@@ -205,17 +196,6 @@ def test_full_test_measures_and_is_remembered(machine):
     assert examine_and_keep(UUIDS, full=True) == machine.reports
     assert machine.commands[0][-1:] == ["--full"]
     assert look_up(UUIDS)[0, 1] == WRONG
-
-
-@pytest.mark.usefixtures("machine")
-def test_memory_is_readable_json(tmp_path):
-    keep(UUIDS[:2], {(0, 1): HANGS, (1, 0): PairReport(verdict="untested")})
-    (path,) = tmp_path.rglob("p2p.json")
-    assert json.loads(path.read_text()) == {
-        "format": 2,
-        "machine": ["580.159.03", "boot"],
-        "pairs": {"aaaa bbbb": {"verdict": "hangs", "detail": "no answer"}},
-    }
 
 
 @pytest.mark.gpu

@@ -186,16 +186,3 @@ def test_a_run_that_stops_while_choosing_does_not_stop_others(monkeypatch, folde
     assert held.devices == [BOX[0]]
     assert "not waiting" in caplog.text
     held.release()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_that_ends_leaves_the_reservation():
-    held = reserve(take_free(1))
-    if (child := os.fork()) == 0:
-        del held
-        os._exit(0)
-    os.waitpid(child, 0)
-    with another_run() as (_, theirs):
-        assert theirs == [1]
-    held.release()

@@ -36,7 +36,6 @@ BOX = [
         ({"min_free_memory": 50 * GIB + 1}, [1, 3]),
         ({"max_utilization": 20}, [1, 2]),
         ({"max_utilization": 0}, [1]),
-        ({"count": 3, "min_count": 1, "max_utilization": 20}, [1, 2]),
         ({"min_free_memory": 0}, [1, 3, 2, 0]),
         ({"name": "h200"}, [1, 3, 2, 0]),
         ({"exclude": [1, 3]}, [2, 0]),
@@ -53,8 +52,6 @@ def test_which_are_chosen(demand, expected):
         ({"count": 5}, 5, 4),
         ({"count": 3, "max_utilization": 20}, 3, 2),
         ({"min_free_memory": "101GiB"}, 1, 0),
-        ({"min_count": 3, "max_utilization": 20}, 3, 2),
-        ({"count": 4, "min_count": 3, "max_utilization": 20}, 3, 2),
     ],
 )
 def test_too_few_is_an_error_with_both_numbers(demand, required, fit):
@@ -128,7 +125,7 @@ def test_what_is_not_known_does_not_fit(demand, fault):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"count": 0}, {"count": True}, {"count": 1.5}, {"count": "2"}, {"min_count": 0}, {"count": 1, "min_count": 2},
+    [{"count": 0}, {"count": True}, {"count": 1.5}, {"count": "2"},
      {"max_utilization": -1}, {"max_utilization": 101}, {"min_free_memory": "much"},
      {"min_free_memory": -1}, {"exclude": "T400"}, {"exclude": [1.5]}, {"exclude": [""]}],
 )  # fmt: skip
@@ -167,7 +164,7 @@ def test_what_another_run_has_reserved_is_left_out(monkeypatch):
 def test_without_accelerator_nothing_asked_is_the_cpu_and_anything_else_an_error(visible_gpus):
     visible_gpus.clear()
     assert select_devices() == [torch.device("cpu")]
-    for asked in ({"count": 1}, {"min_count": 1}, {"min_free_memory": 0}, {"max_utilization": 9}):
+    for asked in ({"count": 1}, {"min_free_memory": 0}, {"max_utilization": 9}):
         with pytest.raises(DeviceError, match="requested GPUs. Leave the arguments out to use the CPU"):
             select_devices(**asked)
 

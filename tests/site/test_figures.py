@@ -63,12 +63,12 @@ def test_rows_of_results_have_one_form():
 
 
 def test_runs_of_one_day_are_lines_of_their_own():
-    row = {"workload": "gpt2", "note": ""}
+    row = {"workload": "gpt2", "note": "", "date": "2026-11-20"}
     first = [{**row, "commit": "a", "row": "step_x2", "median_ms": 2.0, "least_ms": 1.0, "most_ms": 3.0}]
-    second = [{**row, "commit": "b", "row": "ddp", "median_ms": 4.0}]
+    second = [{**row, "commit": "b", "row": "ddp", "median_ms": 4.0, "changed_since": True}]
     assert list(measured.table(first + second)) == [
-        "| | DDP | TrainStep, 2 replicas | commit |",
+        "| | DDP | TrainStep, 2 replicas | when |",
         "|---|---|---|---|",
-        "| GPT-2 124M |  | 2.00 (1.00 to 3.00) | a |",
-        "| GPT-2 124M | 4.00 |  | b |",
+        "| GPT-2 124M |  | 2.00 (1.00 to 3.00) | a, 2026-11-20 |",
+        "| GPT-2 124M | 4.00 |  | b, 2026-11-20 † |",
     ]

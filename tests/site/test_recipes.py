@@ -1,19 +1,26 @@
-"""Recipes that need no other library."""
+"""The recipe of docs/recipes.md that needs no other library."""
 
 import csv
-from contextlib import ExitStack
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.site.trackers import run_recipe
+import everygpu
+from tests.site.running import code_by_heading
 
 
 def test_figures_go_into_a_csv_file(monkeypatch, tmp_path):
+    """Train for 100 steps of a tiny model, and log twice."""
     monkeypatch.chdir(tmp_path)
-    with ExitStack() as stack:
-        names = run_recipe("csv.writer", {"csv": csv, "open": lambda *a, **k: stack.enter_context(open(*a, **k))})
+    model = everygpu.DataParallel(torch.nn.Linear(4, 3), ["cpu"] * 2)
+    step = everygpu.TrainStep(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = DataLoader(TensorDataset(torch.randn(200, 4), torch.randint(0, 3, (200,))), batch_size=2)
+    with open("steps.csv", "w", newline="", buffering=1) as file:
+        names = {"csv": csv, "open": lambda *_, **__: file, "everygpu": everygpu, "step": step, "loader": loader}
+        exec(code_by_heading("recipes")["TensorBoard, W&B, CSV: figures of a run"], names)
         # Each line is there when it is logged, before the file is closed.
         first, last = csv.reader((tmp_path / "steps.csv").read_text().splitlines())
     assert [first[0], last[0]] == ["50", "100"]
-    stats = names["step"].stats()
+    stats = step.stats()
     assert [float(cell) for cell in last[1:]] == pytest.approx([stats.loss, names["meter"].value, stats.grad_norm])

@@ -136,25 +136,16 @@ def spread(work: Work, net: everygpu.DataParallel) -> list[Any]:
     return list(everygpu.Feeder(work.place_batches(len(work.devices)), net))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One way of training."""
-
-    make: Callable[[Work], Step]
-    is_single: bool = False
-    """Whether it uses one GPU, however many there are."""
-    is_distributed: bool = False
-    """Whether it runs in a process for each device."""
-
-
-ROWS = {
-    "single": Row(make=single, is_single=True),
-    "dp": Row(make=data_parallel),
-    "ddp": Row(make=distributed, is_distributed=True),
-    "ours": Row(make=ours),
-    "ours_ranks": Row(make=ours, is_distributed=True),
-    "step": Row(make=train_step),
+ROWS: dict[str, Callable[[Work], Step]] = {
+    "single": single,
+    "dp": data_parallel,
+    "ddp": distributed,
+    "ours": ours,
+    "ours_ranks": ours,
+    "step": train_step,
 }
+IN_RANKS = ("ddp", "ours_ranks")
+"""Rows that run in a process for each device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +173,7 @@ class Conditions:
     @property
     def num_used(self) -> int:
         """How many devices the row trains on."""
-        return 1 if ROWS[self.peer].is_single else self.num_devices
+        return 1 if self.peer == "single" else self.num_devices
 
     def device(self, position: int) -> torch.device:
         return torch.device("cuda", position) if self.device_type == "cuda" else torch.device("cpu")
@@ -191,7 +182,7 @@ class Conditions:
 def measure_row(conditions: Conditions) -> Outcome:
     """Measure one row: the figures of ``_measure`` and ``peak_gib``, one per GPU; or ``error`` or ``refused``."""
     try:
-        if ROWS[conditions.peer].is_distributed:
+        if conditions.peer in IN_RANKS:
             return _measure_distributed(conditions)
         devices = [conditions.device(i) for i in range(conditions.num_used)]
         figures = _measure(conditions, _prepare(conditions, devices), lambda: _synchronize(devices))
@@ -277,7 +268,7 @@ def _measure(conditions: Conditions, work: Work, wait: Callable[[], None]) -> Ou
     Every batch is trained on as often as it takes to be recorded before anything is timed, and all rounds train on the
     same ones: otherwise the spread would be that of the batches.
     """
-    step = ROWS[conditions.peer].make(work)
+    step = ROWS[conditions.peer](work)
     rows = [count_rows(batch) for batch in list_batches(work.training.batch)]
 
     for _ in range(3):

@@ -85,16 +85,12 @@ def _check(made: Any, what: str) -> Training:
         found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__qualname__}"
         raise OptionError(f"{what} returns {found}. Return (model, loss, optimizer, batch).")
     training = Training(*made)
-    for position, (value, is_right, wanted) in enumerate(
-        (
-            (training.model, isinstance(training.model, nn.Module), "a torch.nn.Module"),
-            (training.loss, training.loss is None or callable(training.loss), "a loss(output, *targets), or None"),
-            (training.optimizer, isinstance(training.optimizer, Optimizer), "a torch.optim.Optimizer"),
-        )
-    ):
-        if not is_right:
-            place = ("first", "second", "third")[position]
-            raise OptionError(f"{what} returns a {type(value).__qualname__} {place}. Return {wanted}.")
+    if not isinstance(training.model, nn.Module):
+        raise OptionError(f"{what} returns a {type(training.model).__qualname__} first. Return a torch.nn.Module.")
+    if not (training.loss is None or callable(training.loss)):
+        raise OptionError(f"{what} returns a {type(training.loss).__qualname__} second. Return a loss, or None.")
+    if not isinstance(training.optimizer, Optimizer):
+        raise OptionError(f"{what} returns a {type(training.optimizer).__qualname__} third. Return an optimizer.")
     optimized = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
     if optimized.isdisjoint(id(p) for p in training.model.parameters()):
         raise OptionError(f"{what} returns an optimizer over other parameters. Give it the model's.")

@@ -63,7 +63,6 @@ def _read_excluded(context: click.Context, option: click.Parameter, texts: tuple
 
 # Names are those of ``Demand``.
 _FILTERS = {
-    "min_count": click.option("--min-count", type=int, metavar="N", help="Accept fewer GPUs, down to this many."),
     "min_free_memory": click.option(
         "--min-free", "min_free_memory", type=Size(), metavar="SIZE", help="Minimum free memory, such as 8GiB."
     ),

@@ -22,32 +22,20 @@ class Demand:
     """
 
     count: int | None = None
-    min_count: int | None = None
     min_free_memory: int | str | None = None
     max_utilization: float | None = None
     name: str | None = None
     exclude: Sequence[int | str] = ()
 
     def __post_init__(self) -> None:
-        for option in ("count", "min_count"):
-            number = getattr(self, option)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise OptionError(
-                    f"{option}={number!r} is no number of devices. Pass 1 or more, or leave it out for all."
-                )
-        if self.count is not None and self.min_count is not None and self.min_count > self.count:
-            raise OptionError(f"min_count={self.min_count} is above count={self.count}. Lower min_count.")
-        most, exclude = self.max_utilization, self.exclude
+        count, most, exclude = self.count, self.max_utilization, self.exclude
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise OptionError(f"count={count!r} is no number of devices. Pass 1 or more, or leave it out for all.")
         if most is not None and not 0 <= most <= 100:
             raise OptionError(f"max_utilization={most!r} is no percentage. Pass 0 to 100: 25 for a quarter.")
         if isinstance(exclude, str) or not all(isinstance(entry, (int, str)) and entry != "" for entry in exclude):
             raise OptionError(f"exclude={exclude!r} is no list of indices and names. Pass for example [0, 'T400'].")
         parse_size(self.min_free_memory or 0)
-
-    @property
-    def num_required(self) -> int:
-        """The fewest devices that will do."""
-        return (self.count or 1) if self.min_count is None else self.min_count
 
     @property
     def is_empty(self) -> bool:
@@ -58,7 +46,6 @@ class Demand:
 def select_devices(
     count: int | None = None,
     *,
-    min_count: int | None = None,
     min_free_memory: int | str | None = None,
     max_utilization: float | None = None,
     name: str | None = None,
@@ -73,7 +60,6 @@ def select_devices(
 
     Args:
         count: How many to take; None for every one that fits.
-        min_count: The fewest that will do, if fewer than ``count``.
         min_free_memory: Bytes, or a size such as ``"8GiB"``, that must be free on each.
         max_utilization: 0 to 100; busier devices are left out.
         name: A part of the name, such as ``"H100"``, in any case.
@@ -88,7 +74,6 @@ def select_devices(
     """
     demand = Demand(
         count=count,
-        min_count=min_count,
         min_free_memory=min_free_memory,
         max_utilization=max_utilization,
         name=name,
@@ -114,13 +99,13 @@ def choose(
     Returns:
         At most ``demand.count`` devices, the one with the most free memory first; equals keep their order.
     Raises:
-        DeviceError: fewer than ``demand.num_required`` devices fit.
+        DeviceError: fewer than ``demand.count`` devices fit, or none.
     """
     refused = refused or {}
     reasons = [refused.get(i) or find_fault(device, demand) for i, device in enumerate(devices)]
     fitting = [device for device, reason in zip(devices, reasons) if reason is None]
-    if len(fitting) < demand.num_required:
-        found = f"Found {len(fitting)} of {demand.num_required} requested GPUs"
+    if len(fitting) < (demand.count or 1):
+        found = f"Found {len(fitting)} of {demand.count or 1} requested GPUs"
         if not devices:
             raise DeviceError(f"{found}. {use_cpu}")
         raise DeviceError(

@@ -4,7 +4,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ logger = logging.getLogger("everygpu")
 class DeviceSpeed:
     """What one device was measured to do."""
 
-    rates: dict[str, float]
-    """Runs per second of each task: products of matrices in several types, and copies within its memory."""
+    rate: float
+    """Runs per second, averaged over products of matrices in several types and copies within its memory: geometrically,
+    so that no task weighs more for being quick."""
     spread: float
     """Part by which the rates varied from round to round; 0 for not at all."""
     available_bytes: int | None
@@ -43,7 +44,7 @@ def measure_shares(devices: Sequence[torch.device]) -> list[float] | None:
 
 def share_out(speeds: Sequence[DeviceSpeed]) -> list[float] | None:
     """Turn measurements into weights that add up to 1."""
-    by_speed = _relative([_overall_rate(s, speeds[0]) for s in speeds], max(NOISE, *(s.spread for s in speeds)))
+    by_speed = _relative([s.rate for s in speeds], max(NOISE, *(s.spread for s in speeds)))
     memory = [s.available_bytes for s in speeds if s.available_bytes is not None]
     by_memory = _relative(memory, NOISE) if len(memory) == len(speeds) else [1.0] * len(speeds)
     weights = [min(pair) for pair in zip(by_speed, by_memory)]
@@ -60,10 +61,10 @@ def measure_speed(device: torch.device) -> DeviceSpeed:
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     with torch.inference_mode():
-        rounds = {name: _time_rounds(task, device) for name, task in _tasks(device).items()}
-    rates = {name: 1 / statistics.median(times) for name, times in rounds.items()}
-    spreads = [(max(times) - min(times)) / statistics.median(times) for times in rounds.values()]
-    return DeviceSpeed(rates=rates, spread=statistics.median(spreads), available_bytes=available)
+        rounds = [_time_rounds(task, device) for task in _tasks(device)]
+    rate = statistics.geometric_mean(1 / statistics.median(times) for times in rounds)
+    spread = statistics.median((max(times) - min(times)) / statistics.median(times) for times in rounds)
+    return DeviceSpeed(rate=rate, spread=spread, available_bytes=available)
 
 
 def _relative(figures: Sequence[float], noise: float) -> list[float]:
@@ -73,19 +74,13 @@ def _relative(figures: Sequence[float], noise: float) -> list[float]:
     return [1.0 if r >= 1 - noise else round(r, 3) for r in ratios]
 
 
-def _overall_rate(speed: DeviceSpeed, unit: DeviceSpeed) -> float:
-    """Average the rates of all tasks, none weighing more for being quick: geometrically, in units of one device."""
-    return math.prod(speed.rates[name] / rate for name, rate in unit.rates.items()) ** (1 / len(unit.rates))
-
-
-def _tasks(device: torch.device) -> dict[str, Callable[[], Any]]:
+def _tasks(device: torch.device) -> Iterator[Callable[[], Any]]:
     is_large = device.type == "cuda"
-    tasks: dict[str, Callable[[], Any]] = {}
     for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.float16):
         a = torch.ones([2048 if is_large else 256] * 2, dtype=dtype, device=device)
-        tasks[str(dtype)] = partial(torch.mm, a, a, out=torch.empty_like(a))
+        yield partial(torch.mm, a, a, out=torch.empty_like(a))
     source = torch.ones((64 if is_large else 1) * 2**20, dtype=torch.uint8, device=device)
-    return tasks | {"copy": partial(torch.empty_like(source).copy_, source)}
+    yield partial(torch.empty_like(source).copy_, source)
 
 
 def _time_rounds(task: Callable[[], Any], device: torch.device) -> list[float]:

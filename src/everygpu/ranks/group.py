@@ -150,6 +150,14 @@ class Group:
         with self._communicating("note of a rank"):
             return str(self._notes.get(key).decode()) if self._notes.check([key]) else None
 
+    def find_first_note(self, key: str, other: str) -> str | None:
+        """Wait for a note, and return it; None where another one is left before it."""
+        while (note := self.find_note(key)) is None:
+            if self.find_note(other) is not None:
+                return self.find_note(key)
+            time.sleep(_POLL_S)
+        return note
+
     def read_note(self, key: str, limit_s: float = math.inf) -> str:
         """Wait for a note of rank 0.
 
