@@ -55,13 +55,10 @@ def imported_names(node):
     return []
 
 
-def is_for_types_only(node):
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
 def walk(node, *, with_types):
     for child in ast.iter_child_nodes(node):
-        if with_types or not is_for_types_only(child):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if with_types or not is_for_types:
             yield child
             yield from walk(child, with_types=with_types)
 

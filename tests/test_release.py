@@ -58,16 +58,14 @@ def test_classifiers_are_the_pythons_that_something_ran_with():
     assert sorted(classified, key=numbers_of) == sorted({row[0] for row in RUN}, key=numbers_of)
 
 
-def test_the_oldest_python_is_the_required_one():
-    (oldest,) = found(r'^requires-python = ">=([\d.]+)"')
-    assert numbers_of(oldest) == min(numbers_of(row[0]) for row in ROWS)
-    assert f"Python {oldest} or newer" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_oldest_torch_is_the_required_one():
-    (oldest,) = found(r'^    "torch>=([\d.]+)",$')
-    assert numbers_of(oldest) == min(numbers_of(row[1]) for row in RUN)
-    assert f"PyTorch {oldest} or newer" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("pattern", "column", "words"),
+    [(r'^requires-python = ">=([\d.]+)"', 0, "Python"), (r'^    "torch>=([\d.]+)",$', 1, "PyTorch")],
+)
+def test_the_oldest_versions_are_the_required_ones(pattern, column, words):
+    (oldest,) = found(pattern)
+    assert numbers_of(oldest) == min(numbers_of(row[column]) for row in (ROWS if column == 0 else RUN))
+    assert f"{words} {oldest} or newer" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_whole_suite_ran_with_the_versions_that_count_as_tried():

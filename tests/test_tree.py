@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from everygpu import tree
+from tests.parallel.test_conformance_outputs import ClassifierOutput
 
 Point = namedtuple("Point", "x y")
 
@@ -47,32 +48,6 @@ class Fussy:
         self.label = "ready"
 
 
-@dataclasses.dataclass
-class ModelOutput(OrderedDict):
-    """As transformers makes them: a dict and a dataclass at once, without the fields that are None."""
-
-    loss: object = None
-    logits: object = None
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) is not None:
-                self[field.name] = getattr(self, field.name)
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def __setattr__(self, name, value):
-        if name in self and value is not None:
-            super().__setitem__(name, value)
-        super().__setattr__(name, value)
-
-    def __reduce__(self):
-        function, _, *rest = super().__reduce__()
-        return function, tuple(getattr(self, field.name) for field in dataclasses.fields(self)), *rest
-
-
 class Registered:
     def __init__(self, x, label):
         self.x, self.label = x, label
@@ -103,7 +78,7 @@ CONTAINERS = {
     "UserDict": (lambda: UserDict(a=1, b=2), ['v["a"]', 'v["b"]']),
     "dataclass": (lambda: Fussy(1, "made"), ["v.x", "v.label", "v.double"]),
     "frozen dataclass": (lambda: Frozen(1, 2), ["v.x", "v.y"]),
-    "ModelOutput": (lambda: ModelOutput(logits=1), ['v["logits"]']),
+    "ModelOutput": (lambda: ClassifierOutput(logits=1), ['v["logits"]']),
 }
 BUILDERS = {name: build for name, (build, _) in CONTAINERS.items()} | {
     "OrderedDict": lambda: OrderedDict(b=1, a=2),
@@ -136,7 +111,7 @@ def test_what_a_subclass_adds_is_kept():
     assert tree.map_leaves(str, labelled(UserDict(a=1), "u")).label == "u"
     assert tree.map_leaves(str, defaultdict(list, a=1))["new"] == []
     assert tree.map_leaves(str, deque([1], maxlen=5)).maxlen == 5
-    output = tree.map_leaves(str, ModelOutput(loss=1, logits=2))
+    output = tree.map_leaves(str, ClassifierOutput(loss=1, logits=2))
     assert (output.loss, output["logits"], list(output)) == ("1", "2", ["loss", "logits"])
 
 

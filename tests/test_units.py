@@ -7,20 +7,8 @@ from hypothesis import strategies as st
 from everygpu.errors import OptionError
 from everygpu.units import format_size, parse_size
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 10**3,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "Ki": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+UNITS = {"": 1, "B": 1, "K": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KiB": 2**10, "Ki": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 
 
 def test_every_unit_in_every_spelling():
@@ -53,20 +41,9 @@ def test_what_is_no_size(size):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [
-        (0, "0 B"),
-        (1, "1 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (2**20 - 1, "1.0 MiB"),  # never 1024.0 KiB
-        (2**20, "1.0 MiB"),
-        (15 * 2**29, "7.5 GiB"),
-        (2**40, "1.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
-        (-2048, "-2.0 KiB"),
-    ],
-)
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20 - 1, "1.0 MiB"),  # never 1024.0 KiB
+     (15 * 2**29, "7.5 GiB"), (2**40, "1.0 TiB"), (5000 * 2**40, "5000.0 TiB"), (-2048, "-2.0 KiB")],
+)  # fmt: skip
 def test_size_is_written_in_the_largest_unit_that_fits(size, text):
     assert format_size(size) == text
 

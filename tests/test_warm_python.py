@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -71,15 +71,9 @@ def test_options_of_the_interpreter_start_a_python(warm_server):
 
 @pytest.mark.usefixtures("warm_python")
 def test_threads_start_forks_beside_each_other():
-    found = []
-
     def start(i):
         done = subprocess.run([sys.executable, "-c", f"print({i})"], capture_output=True, check=True)
-        found.append(int(done.stdout) == i)
+        return int(done.stdout)
 
-    threads = [threading.Thread(target=start, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 8
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(start, range(8))) == list(range(8))

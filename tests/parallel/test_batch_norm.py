@@ -137,7 +137,11 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
 
     def block(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x)).relu()
+        """Has a region within the region, where these are not reentrant."""
+        if self.reentrant:
+            x = self.norm(self.first(x)).relu()
+        else:
+            x = checkpoint(lambda x: self.norm(self.first(x)).relu(), x, use_reentrant=False)
         return self.norm(self.other(self.second(x)).tanh() * 2 + 1).sin()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,18 +166,9 @@ def test_activation_checkpointing(devices: Devices, forwards: int) -> None:
     assert ours.other.num_batches_tracked == 2 * forwards
 
 
-class Nested(Checkpointed):
-    """A region within a region."""
-
-    def block(self, x: Tensor) -> Tensor:
-        x = checkpoint(lambda x: self.norm(self.first(x)).relu(), x, use_reentrant=False)
-        return self.norm(self.other(self.second(x)).tanh() * 2 + 1).sin()
-
-
-@pytest.mark.parametrize("make", [Checkpointed, Nested])
-def test_forwards_of_one_mean_before_one_backward(devices: Devices, make: type[Checkpointed]) -> None:
+def test_forwards_of_one_mean_before_one_backward(devices: Devices) -> None:
     used = devices(3)
-    plain = make().double().to(used[0])
+    plain = Checkpointed().double().to(used[0])
     model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(copy.deepcopy(plain)), used)
     x = images(7, used[0])
     means = x.mean((0, 2, 3), keepdim=True)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import types
 from collections import Counter
 
 import pytest
@@ -169,30 +168,12 @@ def note(path, owner):
         file.write(f"{os.getpid()} {id(owner)}\n")
 
 
-def as_method(m, see):
-    def forward(self, x):
-        see(self)
-        return self.second(self.first(x))
-
-    m.forward = types.MethodType(forward, m)
-
-
 def as_partial(m, see):
     def forward(self, x, scale):
         see(self)
         return self.second(self.first(x)) * scale
 
     m.forward = functools.partial(forward, m, scale=2)
-
-
-def as_closure(m, see):
-    old = m.forward
-
-    def forward(x):
-        see(old.__self__)
-        return old(x) * 2
-
-    m.forward = forward
 
 
 def as_default_argument(m, see):
@@ -246,8 +227,7 @@ def on_submodule(m, see):
     m.first.forward = forward
 
 
-PATCHES = [as_method, as_partial, as_closure, as_default_argument, as_wraps, as_wrapped_attribute,
-           as_wraps_found_by_name, on_submodule]  # fmt: skip
+PATCHES = [as_partial, as_default_argument, as_wraps, as_wrapped_attribute, as_wraps_found_by_name, on_submodule]
 
 
 @pytest.mark.parametrize("patch", PATCHES)

@@ -1,13 +1,12 @@
 """What goes in: how arguments are cut, containers of any kind, what is no container, and bad input."""
 
 import argparse
-import copy
 import dataclasses
 import functools
 import logging
 import threading
 import warnings
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -207,12 +206,6 @@ class TestMirrors:
 
 
 class TestContainers:
-    def test_new_container_has_attributes_of_its_own(self):
-        old = AttrDict(a=1)
-        new = tree.map_leaves(lambda leaf: leaf + 1, old)
-        new.b = 3
-        assert (new, new.a, vars(new) is new, old) == ({"a": 2, "b": 3}, 2, True, {"a": 1})
-
     def test_attribute_with_other_rows_is_named(self, x):
         with pytest.raises(SplitError, match=r"got 7 in args\[0\]\[\"logits\"\] and 9 in args\[0\]\.loss \(9,\)"):
             parallel(Returning(lambda b: b))(Renaming(x, torch.ones(9)))
@@ -232,14 +225,6 @@ class TestContainers:
         parallel(Returning(lambda b, c: seen.append((b.name, c.centre))))(named, batch)
         torch.testing.assert_close([centre for _, centre in seen], [part.mean(0) for part in x.cpu().split(3)])
         assert [name for name, _ in seen] == ["train"] * 3
-
-    def test_each_kind_is_cut_in_its_own_form(self, devs, x):
-        takes = Returning(lambda out, pair, ragged: (out.logits + pair[0] - ragged["a"][0], type(ragged).__name__))
-        given = (Fields(x, None), (x * 2, "p"), defaultdict(list, a=[x / 2]))
-        expected = takes(*copy.copy(given))
-        found = everygpu.DataParallel(takes, devs)(*given)
-        torch.testing.assert_close(found[0], expected[0])
-        assert found[1] == expected[1]
 
 
 class TestArrays:
@@ -488,29 +473,18 @@ def test_wrong_option(devices, name, value):
     with pytest.raises(OptionError, match=name) as caught:
         everygpu.DataParallel(nn.Linear(3, 2), devices(2), **{name: value})
     assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize("make", [lambda **kw: everygpu.DataParallel(nn.Linear(2, 2), ["cpu"], **kw),
-                                  lambda **kw: everygpu.Feeder([], ["cpu"], **kw)])  # fmt: skip
-def test_wrong_split_is_told_all_choices(make):
-    with pytest.raises(OptionError, match=r"'chunk', 'even', 'auto' or one weight .* got 'uneven'"):
-        make(split="uneven")
+    assert value != "thirds" or "'chunk', 'even', 'auto' or one weight" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "device_ids", [["gpu"], ["cpu", "meta"], [], [None], ["cuda:99"], [99], ["cpu:"], [-1], [1.5], "warp", 2]
 )
 def test_wrong_devices(device_ids):
-    with pytest.raises(DeviceError):
+    advice = r"Pass \[2\] for GPU 2 alone, \[0, 1\] for 2 GPUs" if device_ids == 2 else "."
+    with pytest.raises(DeviceError, match=advice):
         everygpu.DataParallel(nn.Linear(3, 2), device_ids)
-    if device_ids == 2:
-        with pytest.raises(DeviceError, match=r"Pass \[2\] for GPU 2 alone, \[0, 1\] for 2 GPUs"):
-            everygpu.DataParallel(nn.Linear(3, 2), device_ids)
-
-
-def test_wrong_output_device(devices):
     with pytest.raises(DeviceError):
-        everygpu.DataParallel(nn.Linear(3, 2), devices(2), output_device="cuda:99")
+        everygpu.DataParallel(nn.Linear(3, 2), ["cpu"], output_device="cuda:99")
 
 
 @pytest.mark.gpu

@@ -55,12 +55,7 @@ class Config:
 
 
 class Configured(nn.Module):
-    """Reads a configuration in forward.
-
-    Args:
-        config: Has ``width``, and an ``inner`` one with ``gain``.
-        change: Makes another ``inner`` for a gain.
-    """
+    """Reads a configuration with an inner one, which the loop changes by a function."""
 
     def __init__(self, config: Any, change: Callable[[Any, float], object]) -> None:
         super().__init__()
@@ -154,20 +149,15 @@ def test_trains_as_one_device(devices: Devices, make: Callable[[], nn.Module]) -
     check(make, devices(2))
 
 
-def test_a_patched_function_of_torch_runs_in_every_replica(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, rows = F.scaled_dot_product_attention, []
+def test_patched_functions_and_forwards_run_in_every_replica(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, linear, rows = F.scaled_dot_product_attention, nn.Linear.forward, []
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def changed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows.append(len(q))
-        return plain(q, k, v) * 3.0 + q
+        return attention(q, k, v) * 3.0 + q
 
     check(Attention, devices(2))
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", changed)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: linear(self, x) * 1.5 + 0.25)
     check(Attention, devices(2))
     assert sorted(rows) == sorted([7, 4, 3] * NUM_STEPS)
-
-
-def test_a_patched_forward_of_linear_layers(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: plain(self, x) * 1.5 + 0.25)
-    check(Attention, devices(2))

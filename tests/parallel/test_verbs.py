@@ -191,26 +191,16 @@ class TestOverrides:
         assert torch.equal(*dropped)
 
     def test_a_device_without_rows(self):
-        x, seen = torch.randn(4, 3), []
-
-        class Weighed(Noted):
-            def gather(self, outputs, output_device):
-                seen.append((outputs.call.positions, outputs.call.rows))
-                return super().gather(outputs, output_device)
-
-        model = Weighed(Mlp().eval(), ["cpu"] * 3, split=[1, 0, 1])
+        model, x = Noted(Mlp().eval(), ["cpu"] * 3, split=[1, 0, 1]), torch.randn(4, 3)
         torch.testing.assert_close(model(x), model.module(x))
-        assert seen == [((0, 2), (2, 2))]
+        assert [len(args[0]) for args in model.calls[2][2]] == [2, 2]
 
     def test_frozen(self):
-        model = Noted(Mlp().eval(), ["cpu"] * 2)
-        x = torch.randn(4, 3)
+        model, x = Noted(Mlp().eval(), ["cpu"] * 2), torch.randn(4, 3)
         with model.frozen(), torch.no_grad():
             before = model(x).clone()
             model.last.bias.data.add_(1)  # against the promise: the second replica keeps what it has
-            after = model(x)
-        assert not torch.equal(after[:2], before[:2])
-        assert torch.equal(after[2:], before[2:])
+            assert (model(x) != before).any(1).tolist() == [True, True, False, False]
 
 
 class OwnApply(DataParallel):
@@ -355,7 +345,7 @@ class TestForwardOverrides:
             def parallel_apply(self, replicas, device_ids, inputs, kwargs):
                 return super().parallel_apply(replicas, inputs, kwargs)
 
-        model, x = Balanced(0, Mlp().eval().to(used[0]), used), torch.randn(4, 3, device=used[0])
+        model, x = Balanced(0, Mlp().eval().to(used[0]), used, split=[1, 2, 1]), torch.randn(4, 3).to(used[0])
         out = model(x)
         assert [shard.device for shard in out.shards] == list(used[1:])
         torch.testing.assert_close(everygpu.gather(out), model.module(x))
@@ -395,11 +385,6 @@ class TestMMDataParallel:
         assert found["optimizer"] is optimizer
         torch.testing.assert_close(found["loss"], model.module(x).square().mean())
         assert found["loss"].requires_grad
-
-    @pytest.mark.parametrize("num", [1, 2])
-    def test_forward(self, num):
-        model, x = MMStyle(Stepping().eval(), ["cpu"] * num), torch.randn(4, 3)
-        torch.testing.assert_close(model({"data": x}), model.module(x))
 
 
 class TestTrainStep:

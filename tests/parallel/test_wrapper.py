@@ -19,6 +19,7 @@ from everygpu import DataParallel, Replicated, data_parallel
 from everygpu.devices.parse import device_id
 from everygpu.errors import DeviceError, LossError, ModuleError, OptionError, RankError, SplitError
 from everygpu.keys import unwrap
+from everygpu.parallel import switches
 from tests.parallel.oracle import Mlp, Returning, assert_same, rows
 
 pytestmark = pytest.mark.usefixtures("in_threads")
@@ -529,8 +530,9 @@ class TestLoss:
         torch.testing.assert_close(module.linear.weight.grad, expected)
 
     def test_rows_are_no_losses(self):
-        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
-            DataParallel(nn.Linear(4, 2), CPUS)(torch.ones(7, 4)).backward()
+        for num_rows, width in ((7, 2), (3, 1)):
+            with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+                DataParallel(nn.Linear(4, width), CPUS)(torch.ones(num_rows, 4)).backward()
         DataParallel(Scoring(torch.mean), CPUS)(torch.ones(1, 4)).backward()  # of one row there is one loss
 
 
@@ -544,3 +546,10 @@ def test_train_step_shows_what_it_does(loss, name):
     assert repr(step).startswith(
         f"TrainStep(model=Linear, loss={name}, optimizer=SGD, device_ids=['cpu', 'cpu', 'cpu']"
     )
+
+
+@pytest.mark.parametrize(("version", "on"), [("2.11.0", True), ("2.15.0+cu132", True), ("2.16.0a0", False)])
+def test_switches_are_on_for_versions_of_torch_that_were_tried(monkeypatch, version, on):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert switches.is_on(True) is on
+    assert not switches.is_on(False)

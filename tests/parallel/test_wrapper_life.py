@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -13,9 +14,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 
+import everygpu
 from everygpu import DataParallel
+from everygpu.checkpoint.background import Background
 from everygpu.parallel import forward_lock
+from everygpu.parallel.engines import compiled
 from tests.parallel.engines.test_threads import in_child
 from tests.parallel.oracle import Returning
 from tests.parallel.test_wrapper import build
@@ -201,3 +206,72 @@ def test_interrupt_at_the_begin_of_a_forward_leaves_the_wrapper_usable(monkeypat
     outputs = []
     in_threads(lambda: outputs.append(model(x)))
     torch.testing.assert_close(outputs[0], model.module(x))
+
+
+class TestFailures:
+    """What a failed call has allocated is free as soon as its exception is: no cycle waits for the collector."""
+
+    @pytest.fixture(autouse=True)
+    def held(self):
+        """Weak references to what is made, without the garbage collector."""
+        gc.collect()
+        gc.disable()
+        yield []
+        gc.enable()
+
+    @pytest.fixture
+    def check(self, held):
+        def check(call):
+            with pytest.raises(ValueError, match="no use"):
+                call()
+            assert held
+            assert [ref() for ref in held] == [None] * len(held)
+
+        return check
+
+    @pytest.fixture
+    def fail(self, held):
+        def fail(x, rows=range(9)):
+            """Fail on these rows, with something that was made."""
+            temporary = x.clone()
+            held.append(weakref.ref(temporary))
+            if int(x[0, 0]) in rows:
+                raise ValueError("no use")
+            return temporary
+
+        return fail
+
+    x = torch.arange(7.0)[:, None].repeat(1, 4)
+
+    @pytest.mark.parametrize("rows", [[0], [6], [0, 3, 6]])
+    def test_of_a_replica(self, rows, check, fail):
+        net = nn.Sequential(Returning(functools.partial(fail, rows=rows)), nn.Linear(4, 2))
+        model = DataParallel(net, ["cpu"] * 3)
+        step = everygpu.TrainStep(model, torch.mean, torch.optim.SGD(model.parameters(), lr=0.1))
+        check(lambda: model(self.x))
+        check(lambda: everygpu.data_parallel(net, self.x, ["cpu"] * 3))
+        check(lambda: step(self.x))
+
+    def test_of_a_compiled_replica(self, monkeypatch, check, fail):
+        monkeypatch.setattr(compiled, "InductorBackend", lambda _: lookup_backend("eager"))
+        monkeypatch.setattr(compiled, "_as_function", lambda module: torch.compiler.disable(module.forward))
+        model = DataParallel(Returning(functools.partial(fail, rows=[3])), ["cpu"] * 3, engine="compile")
+        check(lambda: model(self.x))
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_of_a_loss_and_a_loader(self, prefetch, check, fail):
+        def batches():
+            yield self.x
+            fail(self.x)
+
+        feeder = everygpu.Feeder(batches(), ["cpu"] * 3, prefetch=prefetch)
+        check(lambda: list(feeder))
+        model = DataParallel(nn.Linear(4, 2), ["cpu"] * 3)
+        step = everygpu.TrainStep(model, fail, torch.optim.SGD(model.parameters(), lr=0.1))
+        check(lambda: step(self.x * 0))
+
+    def test_of_a_save(self, caplog, check, fail):
+        caplog.set_level(logging.CRITICAL)  # pytest keeps the record, and that the exception
+        background = Background()
+        background.start(lambda: fail(self.x))
+        check(background.wait)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background, SnapshotMemory, Taken, copy_to
+from everygpu.checkpoint.background import Background, SnapshotMemory, Taken
 from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_together
 from everygpu.checkpoint.directory import (
     Mode,
@@ -317,7 +317,7 @@ class CheckpointManager:
         """Copy the state to host memory; return what writes it from there."""
         memory = self._spare.pop() if self._spare else SnapshotMemory()
         try:
-            snapshot = copy_to(memory, take(self._objects))
+            arrived = memory.copy(take(self._objects))
         except BaseException:
             memory.wait()
             self._spare[:] = [memory]
@@ -325,8 +325,7 @@ class CheckpointManager:
 
         def write() -> None:
             try:
-                snapshot.wait()
-                self._write(snapshot.taken, step, metrics)
+                self._write(arrived(), step, metrics)
             finally:
                 self._spare[:] = [memory]
 

@@ -61,7 +61,6 @@ IN_MODEL = {"mean in the model": "mean", "sum in the model": "sum"}
 
 
 def opened(x: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """Take a batch out of the form in which it came."""
     if isinstance(x, dict):
         return x["x"], x["weight"]
     if isinstance(x, Inputs):
@@ -72,7 +71,6 @@ def opened(x: Any, weight: Any) -> tuple[Tensor, Tensor]:
 
 
 def logits_of(answer: Any) -> Tensor:
-    """Take the logits out of an output."""
     if isinstance(answer, Tensor):
         return answer
     if isinstance(answer, dict):
@@ -81,8 +79,6 @@ def logits_of(answer: Any) -> Tensor:
 
 
 class Images(nn.Module):
-    """Turns small images into features."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 3, 3)
@@ -144,13 +140,10 @@ class Carrying(nn.Module):
 
 
 def _turned(state: Any) -> Any:
-    """Swap rows and layers."""
     return tuple(map(_turned, state)) if isinstance(state, tuple) else state.transpose(0, 1).contiguous()
 
 
 class Generator(nn.Module):
-    """Makes samples of noise."""
-
     def __init__(self, blocks: tuple[str, ...]) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, WIDTH), *(BLOCKS[name]() for name in blocks))
@@ -161,8 +154,6 @@ class Generator(nn.Module):
 
 
 class Critic(nn.Module):
-    """Tells samples from data."""
-
     def __init__(self, blocks: tuple[str, ...]) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(5, WIDTH), *(BLOCKS[name]() for name in blocks))

@@ -58,7 +58,6 @@ class Program:
 
     @property
     def features(self) -> frozenset[str]:
-        """Name everything it consists of."""
         flags = {"gradient accumulation": self.num_parts > 1, "zeroed gradients": self.keeps_grads}
         flags |= {"batches that grow": self.grows}
         flags |= {"wrapped stem": self.wraps_stem, "small buckets": self.bucket_cap_mb is not None}
@@ -72,12 +71,10 @@ class Program:
         return frozenset(named | {name for name, is_on in flags.items() if is_on})
 
     def num_rows(self, step: int, part: int) -> int:
-        """Return how many rows a batch has."""
         return self.rows[step % len(self.rows)] + (part if self.grows else 0)
 
     @property
     def has_length(self) -> bool:
-        """Tell whether batches are sequences."""
         return _has_length(self.kind, self.stem)
 
     @property
@@ -87,12 +84,10 @@ class Program:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Give the wrapper's options; running means of all rows are the mean of the replicas'."""
         buffers = "mean" if "running mean" in self.blocks else "first"
         return {"split": self.split, "gather": self.gather, "buffers": buffers, "bucket_cap_mb": self.bucket_cap_mb}
 
     def describe(self) -> str:
-        """Return what it is, in lines to read."""
         return "\n".join([f"program {self.seed}", *(f"  {name:<14}{value}" for name, value in asdict(self).items())])
 
 

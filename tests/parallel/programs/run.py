@@ -208,19 +208,16 @@ class Setup:
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
     def draw(self, seed: int) -> Program:
-        """Return the program of a seed, as it is for this engine."""
         program = steady(draw_program(seed)) if self.records else draw_program(seed)
         return replace(program, counts_writes=False) if self.engine == "auto" else program
 
     def devices(self, num_replicas: int) -> list[torch.device]:
-        """Return one device per replica."""
         if self.device == "cpu":
             return [torch.device("cpu")] * num_replicas
         return [torch.device("cuda", i % torch.cuda.device_count()) for i in range(num_replicas)]
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Run programs within."""
         with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings():
             # cuDNN's, of weights that a program has moved apart: on one device, too.
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
@@ -248,17 +245,11 @@ SETUPS = {
 """By the name that a test and the command line have for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of one program."""
+def check(setup: Setup, program: Program) -> tuple[list[str], int]:
+    """Run a program on one device and by an engine; return what differs, or how it failed, and how much was recorded.
 
-    lines: list[str]
-    """What differs from one device, or how it failed."""
-    num_recordings: int
-
-
-def check(setup: Setup, program: Program) -> Outcome:
-    """Run a program on one device and by an engine; within ``setup.prepared()``."""
+    Within ``setup.prepared()``.
+    """
     devices, models = setup.devices(program.num_replicas), []
     split = program.split if isinstance(program.split, str) else program.split[: len(devices)]
     options: dict[str, Any] = program.options | {"split": split}
@@ -271,23 +262,9 @@ def check(setup: Setup, program: Program) -> Outcome:
         theirs = run_program(program, lambda module: module, devices[0], setup.num_steps)
         ours = run_program(program, wrap, devices[0], setup.num_steps)
     except Exception as error:
-        return Outcome(lines=describe(error), num_recordings=0)
-    return Outcome(lines=differences(ours, theirs, program.dtype), num_recordings=sum(map(num_recordings, models)))
-
-
-def describe(error: BaseException) -> list[str]:
-    """Say what was raised, and then where."""
-    where = traceback.format_tb(error.__traceback__)
-    return "".join([*traceback.format_exception_only(error), *where]).splitlines()
-
-
-def report(name: str, program: Program, lines: list[str]) -> str:
-    """Say what failed, and how to run it alone."""
-    shown = "\n".join(f"    {line}" for line in lines[:8] + lines[8:][-8:])
-    return (
-        f"{program.describe()}\n  engine     {name}: {len(lines)} lines of what is wrong\n{shown}\n"
-        f"  again      python -m tests.parallel.programs {program.seed} --setup {name}\n"
-    )
+        said = [*traceback.format_exception_only(error), *traceback.format_tb(error.__traceback__)]
+        return "".join(said).splitlines(), 0
+    return differences(ours, theirs, program.dtype), sum(map(num_recordings, models))
 
 
 def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
@@ -295,8 +272,9 @@ def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
     setup, reports, recorded = SETUPS[name], [], 0
     with setup.prepared():
         for program in map(setup.draw, seeds):
-            outcome = check(setup, program)
-            recorded += outcome.num_recordings
-            if outcome.lines:
-                reports.append(report(name, program, outcome.lines))
+            lines, num = check(setup, program)
+            recorded += num
+            if lines:
+                again = f"python -m tests.parallel.programs {program.seed} --setup {name}"
+                reports.append("\n".join([program.describe(), again, *lines[:8], *lines[8:][-8:]]))
     return reports, recorded

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -54,32 +53,28 @@ def test_every_feature_is_drawn() -> None:
     assert {name: found[name] for name in sorted(named) if found[name] < 4} == {}
 
 
-def spoil_outputs(module: nn.Module) -> None:
-    module.head.register_forward_hook(lambda m, args, out: out * (1 + 1e-6))
+def spoil_weights(m: nn.Module, args: tuple[Tensor, ...]) -> None:
+    m.bias.data.add_(1e-6)
 
 
-def spoil_gradients(module: nn.Module) -> None:
-    module.head.bias.register_hook(lambda grad: grad * (1 + 1e-6))
+SPOIL = {
+    "outputs": lambda head: head.register_forward_hook(lambda m, args, out: out * (1 + 1e-6)),
+    "gradients": lambda head: head.bias.register_hook(lambda grad: grad * (1 + 1e-6)),
+    "weights": lambda head: head.register_forward_pre_hook(spoil_weights),
+}
 
 
-def spoil_weights(module: nn.Module) -> None:
-    def lose_an_update(m: nn.Module, args: tuple[Tensor, ...]) -> None:
-        m.bias.data.add_(1e-6)
+@pytest.mark.parametrize("what", SPOIL)
+def test_what_is_wrong_is_seen(what: str) -> None:
+    for seed in range(8):
+        program = replace(draw_program(seed), autocast=False, wraps_stem=False)
 
-    module.head.register_forward_pre_hook(lose_an_update)
+        def wrap(module: nn.Module) -> nn.Module:
+            SPOIL[what](module.head)
+            return module
 
-
-@pytest.mark.parametrize("spoil", [spoil_outputs, spoil_gradients, spoil_weights])
-@pytest.mark.parametrize("seed", range(8))
-def test_what_is_wrong_is_seen(spoil: Callable[[nn.Module], None], seed: int) -> None:
-    program = replace(draw_program(seed), autocast=False, wraps_stem=False)
-
-    def wrap(module: nn.Module) -> nn.Module:
-        spoil(module)
-        return module
-
-    runs = [run_program(program, way, CPU) for way in (wrap, lambda module: module)]
-    assert differences(*runs, program.dtype)
+        runs = [run_program(program, way, CPU) for way in (wrap, lambda module: module)]
+        assert differences(*runs, program.dtype)
 
 
 def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,6 @@ def make_batch(program: Any, device: torch.device, step: int, part: int) -> Batc
 
 
 def loss_of(name: str, logits: Tensor, batch: Batch) -> Tensor:
-    """Compute a loss on the whole batch."""
     if name == "cross entropy":
         return F.cross_entropy(logits.flatten(0, -2), batch["classes"].flatten(), ignore_index=IGNORED)
     if name == "bce":
@@ -73,7 +72,6 @@ class Training:
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
-        """Make the optimizers of the parameters that there are now."""
         parameters = list(self.model.parameters())
         kinds: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -88,11 +86,9 @@ class Training:
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers]
 
     def watch(self, value: Any) -> None:
-        """Note what the program sees."""
         self.seen.append(value.detach().clone() if isinstance(value, Tensor) else value)
 
     def call(self, model: nn.Module, batch: Batch, **more: Any) -> Any:
-        """Call a model in the program's way."""
         return CALLS[self.program.call](model, batch["x"], batch["weight"], **more)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -108,11 +104,9 @@ class Training:
             return loss, loss
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Divide by the number of batches before an update."""
         return loss / self.program.num_parts
 
     def cast(self) -> contextlib.AbstractContextManager[Any]:
-        """Give the context that forwards run in."""
         if not self.program.autocast:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
@@ -130,7 +124,6 @@ class Training:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Evaluate within."""
         self.model.eval()
         with torch.no_grad(), self.cast():
             yield
@@ -142,7 +135,6 @@ LOOPS: dict[str, Callable[[Training, Batch], Tensor]] = {}
 
 
 def loop(name: str) -> Callable[[Any], Any]:
-    """Register a loop."""
     return lambda function: LOOPS.setdefault(name, function)
 
 
@@ -244,7 +236,6 @@ def averaged_teacher(t: Training, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def follow(teacher: nn.Module, model: nn.Module) -> None:
-    """Move the average towards the model."""
     students = dict(model.named_parameters())
     for name, mean in teacher.named_parameters():
         mean.lerp_(students[name], 0.3)
@@ -256,7 +247,6 @@ EVENTS: dict[str, tuple[str, Callable[[Training, int], None]]] = {}
 
 
 def event(name: str, when: str) -> Callable[[Any], Any]:
-    """Register an event."""
     return lambda function: EVENTS.setdefault(name, (when, function))[1]
 
 
@@ -403,7 +393,6 @@ def halve_grad(p: Tensor) -> None:
 
 @event("accumulation hooks", BEFORE)
 def hook_accumulation(t: Training, step: int) -> None:
-    """Change gradients when they are there."""
     if step == 1:
         t.hooks += [p.register_post_accumulate_grad_hook(halve_grad) for p in trained_parameters(t)[:2]]
 
@@ -458,7 +447,6 @@ def replace_grads(t: Training, step: int) -> None:
 
 @event("copied midway", BEFORE)
 def copy_model(t: Training, step: int) -> None:
-    """Go on with a copy."""
     if step == 2:
         t.model = copy.deepcopy(t.model)
         t.make_optimizers()
