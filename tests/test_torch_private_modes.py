@@ -17,6 +17,14 @@ def test_batched_tensors_are_told_from_others():
     assert autograd.are_batched([]) is False
 
 
+def test_ranks_that_are_not_there():
+    with distributed.fake_ranks(5):
+        x = torch.ones(2)
+        torch.distributed.all_reduce(x)
+        assert torch.distributed.get_world_size() == 5
+    assert not torch.distributed.is_initialized()
+
+
 def test_the_store_of_a_process_group(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

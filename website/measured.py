@@ -22,7 +22,6 @@ The figures that README and these pages cite, from `benchmarks/results/*.json`; 
 page. A step's time is the median, with the least and the most in brackets, in milliseconds. Machines differ: compare
 within a line. [Benchmarks](benchmarks.md) measures your machine. †: not measured again since, and the code has changed.
 """
-SHARED = "Replicas and ranks share the one GPU: their times say what a change costs, not how fast two GPUs are."
 
 ENGINES = ("graphs", "threads", "compile")
 
@@ -94,13 +93,14 @@ def section(name: str) -> Iterable[str]:
     yield f"## {TITLES[name]}\n"
     groups: dict[str, list[Row]] = {}
     for row in read(name):
-        groups.setdefault(row["hardware"], []).append(row)
+        # Replicas and ranks that share a GPU tell what a change costs, not how fast two GPUs are.
+        if " x " in row["hardware"] or row.get("replicas", 1) * row.get("ranks", 1) == 1:
+            groups.setdefault(row["hardware"], []).append(row)
     for hardware, rows in groups.items():
         versions = ", ".join(
             f"{part} {version}" for part, version in rows[-1]["versions"].items() if part != "everygpu"
         )
-        is_shared = " x " not in hardware and any(row.get("replicas", 1) * row.get("ranks", 1) > 1 for row in rows)
-        yield f"{hardware}; {versions}.{f' {SHARED}' * is_shared}\n"
+        yield f"{hardware}; {versions}.\n"
         yield "\n".join(table(rows)) + "\n"
 
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from tests.scripts import run_script
 
@@ -25,17 +24,6 @@ def test_every_combination_stands_beside_one_device(tmp_path, capsys):
     assert capsys.readouterr().out.count("alone") == len(rows)
 
 
-def test_without_one_device_there_is_no_efficiency(capsys):
-    run_script("benchmarks/growth.py", "--cpu", 2, "--widths", 32, "--rows", 1, *SMALL)
-    assert "alone" not in capsys.readouterr().out
-
-
 def test_widths_are_made_of_heads():
     with pytest.raises(SystemExit, match="^--widths must be multiples of 32"):
         run_script("benchmarks/growth.py", "--cpu", 1, "--widths", 40, *SMALL)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
-def test_without_gpus_it_says_what_to_do():
-    with pytest.raises(SystemExit, match="^no GPU: --cpu 1 2"):
-        run_script("benchmarks/growth.py")

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 
 from everygpu.bench.report import (
@@ -34,15 +33,9 @@ def test_efficiency_is_against_the_single_gpu():
     assert find_efficiency(SINGLE, []) == 1.0
     assert find_efficiency(DDP, [SINGLE]) == 0.8
     assert find_efficiency(FAILED, [SINGLE]) is None
-
-
-@pytest.mark.parametrize("earlier", [[], [FAILED], [FAILED | {"peer": "single"}]])
-def test_no_single_gpu_no_efficiency(earlier):
-    assert find_efficiency(DDP, earlier) is None
-
-
-def test_replicas_share_a_cpu_so_there_is_no_efficiency():
-    assert find_efficiency(DDP | {"device_type": "cpu"}, [SINGLE | {"device_type": "cpu"}]) is None
+    assert find_efficiency(DDP | {"device_type": "cpu"}, [SINGLE | {"device_type": "cpu"}]) is None  # it is shared
+    for earlier in ([], [FAILED], [FAILED | {"peer": "single"}]):
+        assert find_efficiency(DDP, earlier) is None
 
 
 def test_lines_are_below_their_heads():

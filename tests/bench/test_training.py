@@ -106,23 +106,12 @@ def test_gpt2_has_its_size():
     assert [tuple(x.shape) for x in training.batch] == [(16, 1024)] * 2
 
 
-def test_rows_are_repeated_for_each_device():
-    x, named = repeat_rows((torch.tensor([1, 2]), {"y": torch.tensor([[3], [4]])}), 2)
-    assert x.tolist() == [1, 2, 1, 2]
-    assert named["y"].flatten().tolist() == [3, 4, 3, 4]
-
-
 def test_batches_are_taken_apart_as_train_step_does():
     assert split_batch([1, 2, 3]) == (1, (2, 3))
     assert split_batch((1,)) == (1, ())
     assert split_batch({"x": 1}) == ({"x": 1}, ())
     record = Training(nn.Identity(), None, None, 0)
     assert split_batch(record) == (record, ())
-
-
-def test_a_tuple_as_input_becomes_arguments():
-    found = compute_loss(lambda a, b: a + b, lambda out, y: out * y, ((torch.tensor(2), torch.tensor(3)), 4))
-    assert found == 20
 
 
 class Output:

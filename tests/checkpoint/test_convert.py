@@ -1,7 +1,5 @@
 """Converting: every format into every other, nothing lost silently, nothing half-written."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,14 +66,6 @@ def test_every_format_into_a_file_that_others_read(tmp_path: Path, make: Any, na
     assert same_state(snapshot(model), snapshot(source))
 
 
-def test_versions_go_along(tmp_path: Path) -> None:
-    torch.save(nn.Sequential(nn.BatchNorm1d(2)).state_dict(), tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="0.")
-    loaded = torch.load(tmp_path / "b.pt")
-    assert loaded.keys() == nn.BatchNorm1d(2).state_dict().keys()
-    assert loaded._metadata[""] == {"version": 2}
-
-
 @pytest.mark.parametrize("name", ["b.onnx", "b", "b.gguf"])
 def test_a_name_of_no_known_format_is_refused(tmp_path: Path, name: str) -> None:
     torch.save(Net(1).state_dict(), tmp_path / "a.pt")
@@ -120,24 +110,6 @@ def test_small_parts_of_large_memory_are_written_alone(tmp_path: Path) -> None:
     for name in ("b.pt", "b.safetensors"):
         convert(tmp_path / "a.pt", tmp_path / name)
         assert (tmp_path / name).stat().st_size < 5_000
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
-def test_what_a_killed_conversion_has_left_goes_with_the_next(tmp_path: Path, name: str) -> None:
-    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    foreign = {f".x{name}.tmp", f".{name}.tmp-1"}
-    for other in foreign:
-        (tmp_path / other).touch()
-    child = os.fork()
-    if child == 0:
-        with directory.new_file(tmp_path / name):
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert len(names_in(tmp_path) - foreign) == 3  # the lock's file, too
-    convert(tmp_path / "a.pt", tmp_path / name)
-    assert names_in(tmp_path) - foreign == {"a.pt", name}
 
 
 def test_a_living_conversion_to_the_same_file_goes_on(tmp_path: Path) -> None:

@@ -170,25 +170,6 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, what: dict[str, Any],
     assert same_state(snapshot(target), before)
 
 
-def test_extra_state_of_modules(tmp_path: Path) -> None:
-    class Counting(nn.Module):
-        count: Any = {"calls": 0}
-
-        def get_extra_state(self) -> Any:
-            return self.count
-
-        def set_extra_state(self, state: Any) -> None:
-            self.count = state
-
-    source, target = nn.Sequential(nn.Linear(1, 1), Counting()), nn.Sequential(nn.Linear(1, 1), Counting())
-    source[1].count = {"calls": 3, "seen": torch.ones(2)}
-    path = save_torch(source, tmp_path / "a.pt")
-    everygpu.load(path, model=target)
-    with open(path, "r+b") as file:
-        file.write(b"\xff" * path.stat().st_size)
-    assert same_state(target[1].count, source[1].count)
-
-
 @pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
 @pytest.mark.parametrize("wrap", [WRAPPERS["bare"], WRAPPERS["compiled"], Lit], ids=["bare", "compiled", "lightning"])
 def test_one_name_of_tied_tensors_is_enough(tmp_path: Path, kept: str, wrap: Wrap) -> None:

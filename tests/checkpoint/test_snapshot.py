@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.background import SnapshotMemory, Taken, copy_to
+from everygpu.checkpoint.background import SnapshotMemory, Taken
 
 on_each_kind = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -28,10 +28,9 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
     views = {"strided": big[::4096], "half": big[:1000].half(), "scalar": big[7], "empty": big[:0]}
     expected = {"big": big.clone(), **{name: view.clone() for name, view in views.items()}}
     for _ in range(3):  # the second and the third time into the memory of the first
-        snapshot = copy_to(memory, taken(big=big, tied=big, **views))
+        arrived = memory.copy(taken(big=big, tied=big, **views))
         big.zero_()
-        snapshot.wait()
-        found = snapshot.taken.tensors["model"]
+        found = arrived().tensors["model"]
         for name, value in expected.items():
             assert found[name].device.type == "cpu"
             assert torch.equal(found[name], value.cpu()), name
@@ -41,12 +40,12 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
 
 @on_each_kind
 def test_only_memory_for_gpus_is_pinned_and_it_is_given_back(memory: SnapshotMemory, device: str) -> None:
-    copy_to(memory, taken(x=torch.ones(1000, device=device))).wait()
+    memory.copy(taken(x=torch.ones(1000, device=device)))()
     first = memory._memory
     assert first.is_pinned() == (device == "cuda")
-    copy_to(memory, taken(x=torch.ones(500, device=device))).wait()
+    memory.copy(taken(x=torch.ones(500, device=device)))()
     assert memory._memory is first
-    copy_to(memory, taken(x=torch.ones(100_000, device=device))).wait()
+    memory.copy(taken(x=torch.ones(100_000, device=device)))()
     assert memory._memory.numel() >= 400_000
     memory.release()
     assert memory._memory.numel() == 0
@@ -54,7 +53,7 @@ def test_only_memory_for_gpus_is_pinned_and_it_is_given_back(memory: SnapshotMem
 
 @pytest.mark.gpu
 def test_memory_for_the_cpu_is_pinned_when_a_gpu_comes(memory: SnapshotMemory) -> None:
-    copy_to(memory, taken(x=torch.ones(1000))).wait()
+    memory.copy(taken(x=torch.ones(1000)))()
     assert not memory._memory.is_pinned()
-    copy_to(memory, taken(x=torch.ones(500, device="cuda"), y=torch.zeros(3))).wait()
+    memory.copy(taken(x=torch.ones(500, device="cuda"), y=torch.zeros(3)))()
     assert memory._memory.is_pinned()

@@ -69,11 +69,12 @@ def cells(out):
 
 def test_table_shows_logical_and_physical(show, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    out = show(BOX)
-    rows = cells(out)
-    assert rows[0] == ["cuda:0", "1", "NVIDIA H200", BOX[1].uuid, "3.0 GiB / 140.0 GiB", "97%", "7 (5.0 GiB)"]
-    assert rows[1] == ["", "", "", "", "", "", "8 (?)"]
-    assert rows[2] == ["cuda:1", "0", "NVIDIA H200", BOX[0].uuid, "100.0 GiB / 140.0 GiB", "0%", "-"]
+    out = show(BOX, names={7: "/usr/bin/python3"})
+    assert cells(out) == [
+        ["cuda:0", "1", "NVIDIA H200", "3.0 GiB / 140.0 GiB", "97%", "python3 7 (5.0 GiB)", BOX[1].uuid],
+        ["", "", "", "", "", "? 8 (?)", ""],
+        ["cuda:1", "0", "NVIDIA H200", "100.0 GiB / 140.0 GiB", "0%", "-", BOX[0].uuid],
+    ]
     assert "hidden" not in out
 
 
@@ -122,13 +123,13 @@ def test_json_has_bytes_and_hidden_devices(show, monkeypatch):
 def test_what_is_not_known_has_a_sign(show):
     unknown = dict.fromkeys(["index", "uuid", "free_memory_bytes", "total_memory_bytes", "utilization_pct"])
     mps = as_visible(0, BOX[0], device=torch.device("mps"), name="MPS", **unknown)
-    assert cells(show(None, "--torch", visible=[mps])) == [["mps", "-", "MPS", "-", "? / ?", "-", "-"]]
+    assert cells(show(None, "--torch", visible=[mps])) == [["mps", "-", "MPS", "? / ?", "-", "-", "-"]]
 
 
 def test_narrow_terminal_loses_nothing_of_the_uuid():
     stream = io.StringIO()
     Console(file=stream, width=80).print(devices.build_table([("cuda:0", BOX[0])], {}))
-    column = [line.split("│")[4].strip() for line in stream.getvalue().splitlines() if "│" in line]
+    column = [line.split("│")[7].strip() for line in stream.getvalue().splitlines() if "│" in line]
     assert "".join(column) == BOX[0].uuid
 
 
@@ -220,8 +221,8 @@ def test_watch_of_a_machine_without_gpus_ends(show, sleeps):
 def test_watch_has_a_line_a_device_with_runs_and_programs(show):
     out = show(BOX, "--watch", holders=HOLDERS, names={7: "/usr/bin/python3"})
     assert cells(out)[:2] == [
-        ["0", "NVIDIA H200", "0%", "40.0 GiB / 140.0 GiB", "train.py (12)"],
-        ["1", "NVIDIA H200", "97%", "137.0 GiB / 140.0 GiB", "python3 (7), ? (8)"],
+        ["cuda:0", "0", "NVIDIA H200", "100.0 GiB / 140.0 GiB", "0%", "reserved by process 12 (train.py)"],
+        ["cuda:1", "1", "NVIDIA H200", "3.0 GiB / 140.0 GiB", "97%", "python3 7 (5.0 GiB), ? 8 (?)"],
     ]
 
 

@@ -78,16 +78,6 @@ def test_training_equals_one_device(devices, accelerator, options):
     torch.testing.assert_close(states[1], states[0], **TOLERANCE)
 
 
-def test_mixed_precision_is_that_of_one_device(devices, accelerator):
-    losses = []
-    for chosen in (None, devices(2)):
-        accelerator_ = accelerator(mixed_precision="bf16")
-        prepared = accelerator_.prepare(*parts(chosen, torch.float32))
-        losses.append(train(accelerator_, prepared))
-        assert prepared[0].computed is torch.bfloat16
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-2)
-
-
 def test_unwrap_model_gives_the_module(devices, accelerator):
     model, *others = parts(devices(2))
     bare, accelerator_ = model.module, accelerator(mixed_precision="bf16")
@@ -111,15 +101,6 @@ def test_state_is_saved_and_loaded(devices, accelerator, tmp_path):
     everygpu.load(tmp_path / "model" / "model.safetensors", model=bare)
     torch.testing.assert_close(bare.state_dict(), prepared[0].state_dict(), check_device=False, rtol=0, atol=0)
     torch.testing.assert_close(train(accelerator_, prepared, 1), expected, **TOLERANCE)
-
-
-def test_outputs_are_gathered_for_metrics(devices, accelerator):
-    accelerator_ = accelerator()
-    model, _, loader, _ = accelerator_.prepare(*parts(devices(2)))
-    with torch.no_grad():
-        found = torch.cat([accelerator_.gather_for_metrics(model(x)) for x, _ in loader])
-    assert found.shape == (22, 2)
-    torch.testing.assert_close(found, model.module(loader.dataset.tensors[0].to(found.device)), **TOLERANCE)
 
 
 def test_a_feeder_around_a_prepared_loader(devices, accelerator):

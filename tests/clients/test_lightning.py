@@ -90,15 +90,6 @@ def test_fit_equals_one_device(devices, tmp_path, options):
     torch.testing.assert_close(two.state_dict(), one.state_dict(), **TOLERANCE)
 
 
-def test_mixed_precision_is_that_of_one_device(devices, tmp_path):
-    one, two = classifier(dtype=torch.float32), classifier(devices(2), torch.float32)
-    for name, module in (("1", one), ("2", two)):
-        fit(tmp_path / name, devices(2), module, precision="bf16-mixed")
-    torch.testing.assert_close(two.losses, one.losses, rtol=1e-2, atol=1e-2)
-    driver = trainer(tmp_path, devices(2), precision="bf16-mixed")
-    assert {x.dtype for x in driver.predict(two, loader(torch.float32))} == {torch.bfloat16}
-
-
 def test_validate_and_predict_equal_one_device(devices, tmp_path):
     one, two = classifier(), classifier(devices(2))
     found = []
@@ -164,39 +155,6 @@ def test_sharded_optimizer_and_resuming(devices, tmp_path):
     torch.testing.assert_close(two.losses, one.losses[: len(two.losses)], **TOLERANCE)
     trainer(tmp_path / "3", devices(2), max_epochs=3).fit(resumed, loader(), ckpt_path=path)
     torch.testing.assert_close(resumed.losses, one.losses[len(two.losses) :], **TOLERANCE)
-
-
-class Adversaries(lightning.LightningModule):
-    """Two models and two optimizers, stepped by hand."""
-
-    def __init__(self, wrap):
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.first, self.second = wrap(Mlp().double()), wrap(nn.Linear(2, 1).double())
-        self.losses = []
-
-    def training_step(self, batch, batch_index):
-        x, _ = batch
-        for name, optimizer in zip(("first", "second"), self.optimizers()):
-            self.toggle_optimizer(optimizer)
-            output = self.second(self.first(x)) if name == "first" else self.second(self.first(x).detach())
-            loss = (output - float(name == "first")).square().mean()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-            self.losses.append(loss.item())
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.first, self.second)]
-
-
-def test_two_models_with_optimizers_stepped_by_hand(devices, tmp_path):
-    modules = [Adversaries(lambda m: m), Adversaries(lambda m: everygpu.DataParallel(m, devices(2)))]
-    for module in modules:
-        trainer(tmp_path, devices(2)).fit(module, loader())
-    torch.testing.assert_close(modules[1].losses, modules[0].losses, **TOLERANCE)
 
 
 def test_fabric(devices, tmp_path):

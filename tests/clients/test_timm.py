@@ -103,16 +103,6 @@ def test_checkpoint_saver_and_helpers_of_models(make, devices, tmp_path):
     assert copy.deepcopy(model).num_classes == 5
 
 
-def test_batch_norm_is_synchronized(devices):
-    chosen, bare = devices(2), timm.create_model("resnet10t", num_classes=3).double()
-    converted = everygpu.SyncBatchNorm.convert(copy.deepcopy(bare))
-    model = everygpu.DataParallel(converted, chosen)
-    bare.to(chosen[0])
-    x = next(batches(chosen[0]))[0]
-    torch.testing.assert_close(model(x) + 0, bare(x), **CLOSE)
-    torch.testing.assert_close(model.state_dict(), bare.state_dict(), **CLOSE)
-
-
 def test_parts_of_a_model_run_and_are_frozen(devices):
     chosen = devices(2)
     bare = timm.models.VisionTransformer(img_size=SIZE, patch_size=16, embed_dim=16, depth=2, num_heads=2).double()

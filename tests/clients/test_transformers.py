@@ -147,15 +147,6 @@ class TestTrainer:
     def test_training_equals_one_device(self, devices, tmp_path, name, options):
         assert_same_training(*train_pair(tmp_path, name, devices(2), **options))
 
-    def test_smoothed_labels_count_once_for_each_gpu(self, devices, tmp_path):
-        """As with ``torch.nn.DataParallel``: Trainer multiplies by their number what is divided by all tokens."""
-        one, two = train_pair(tmp_path, "llama", devices(2), label_smoothing_factor=0.1)
-        assert logged(two)[0][0] == pytest.approx(2 * logged(one)[0][0], rel=1e-5)
-
-    def test_mixed_precision(self, devices, tmp_path):
-        one, two = train_pair(tmp_path, "llama", devices(2), bf16=True)
-        torch.testing.assert_close(logged(two), logged(one), rtol=0.02, atol=0.02)
-
     @pytest.mark.parametrize("name", ["plain", "llama"])
     def test_evaluate_and_predict_equal_one_device(self, devices, tmp_path, name):
         def metrics(predicted):
@@ -247,11 +238,6 @@ class TestCalls:
     def tokens(self, devices):
         generator = torch.Generator().manual_seed(2)
         return torch.randint(6, VOCABULARY, (5, 4), generator=generator).to(devices(2)[0])
-
-    def test_generate(self, make_pair, tokens):
-        model, bare = make_pair()
-        found = model.call_method("generate", tokens, max_new_tokens=6, do_sample=False)
-        assert torch.equal(found + 0, bare.generate(tokens, max_new_tokens=6, do_sample=False))
 
     def test_generate_until_each_row_has_ended(self, make_pair, tokens):
         """A replica stops when its rows have ended: what is shorter than the longest is filled up."""

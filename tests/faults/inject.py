@@ -1,4 +1,4 @@
-"""Faults, put on any saver: the process killed, files cut off, bits flipped, the disk full.
+"""Faults, put on a saver: the process killed, files cut off, bits flipped, the disk full.
 
 Processes are forked from this one, which has imported torch already: starting Python takes two seconds.
 """
@@ -145,29 +145,6 @@ def flip_bit(path: Path, chance: random.Random) -> None:
 def files_of(path: Path) -> list[Path]:
     """List the files of a checkpoint, be it one file or a directory."""
     return [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
-
-
-def count_unnoticed(saver: Saver, root: Path, num_faults: int, fault: Callable[[Path, random.Random], None]) -> int:
-    """Alter one file of a checkpoint at random, over and over; count how often it loads all the same.
-
-    Args:
-        saver: What saves.
-        root: An empty directory.
-        num_faults: How often.
-        fault: Alters a file.
-    """
-    chance = random.Random(0)
-    unnoticed = 0
-    saver.save(root / "ckpt", Weights(1))
-    originals = {path: path.read_bytes() for path in files_of(root / "ckpt")}
-    for index in range(num_faults):
-        path = list(originals)[index % len(originals)]
-        fault(path, chance)
-        with contextlib.suppress(Exception):
-            saver.load(root / "ckpt")
-            unnoticed += 1
-        path.write_bytes(originals[path])
-    return unnoticed
 
 
 @contextmanager

@@ -165,23 +165,6 @@ def _log_error(work: Callable[[], object]) -> None:
         raise
 
 
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A run's state, copied to memory of its own."""
-
-    taken: Taken
-    copied: tuple[torch.cuda.Event, ...]
-    """One per device; when they have passed, the memory holds the values."""
-
-    def wait(self) -> None:
-        """Wait until the values have arrived from the GPUs."""
-        for event in self.copied:
-            event.synchronize()
-
-
 class SnapshotMemory:
     """Host memory for one snapshot, kept from one to the next, pinned where tensors come from GPUs.
 
@@ -191,10 +174,6 @@ class SnapshotMemory:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.numel()
 
     def wait(self) -> None:
         """Wait for all that GPUs are copying, also for a snapshot that was given up."""
@@ -215,43 +194,42 @@ class SnapshotMemory:
         if hasattr(self, "_memory") and not sys.is_finalizing():
             self.release()
 
-    def reserve(self, num_bytes: int, *, pin: bool) -> None:
-        """Have room for so many bytes, what is there being lost where there was less."""
+    def copy(self, taken: Taken) -> Callable[[], Taken]:
+        """Copy a run's state, over the one before; return what waits until it has arrived, and gives it.
+
+        Equal views are copied once. Tensors on GPUs are copied in the order of their device's current stream: what is
+        launched there afterwards may change them at once.
+        """
+        unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
+        devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
+        num_bytes = sum(map(_padded_bytes, unique.values()))
         if num_bytes > self._memory.numel():
             self.release()
             self._memory = _map_memory(num_bytes)
-        if pin and not self._memory.is_pinned():
+        if devices and not self._memory.is_pinned():
             _pin(self._memory)
+        areas: dict[object, Tensor] = {}
+        begin = 0
+        # One after the other: a GPU copies the first tensors while the areas of the others are made.
+        for key, tensor in unique.items():
+            area = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            areas[key] = area.copy_(tensor, non_blocking=True)
+            begin += _padded_bytes(tensor)
+        groups = taken.tensors.items()
+        tensors = {file: {name: areas[identity(t)] for name, t in group.items()} for file, group in groups}
+        copied = replace(taken, tensors=tensors)
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-    def area(self, begin: int, tensor: Tensor) -> Tensor:
-        """Return the memory from a byte on, shaped for a tensor."""
-        return self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        def wait() -> Taken:
+            for event in events:
+                event.synchronize()
+            return copied
 
-
-def copy_to(memory: SnapshotMemory, taken: Taken) -> Snapshot:
-    """Copy a run's state to host memory, where it overwrites the one before; equal views are copied once.
-
-    Tensors on GPUs are copied in the order of their device's current stream: what is launched there afterwards may
-    change them at once.
-    """
-    unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
-    devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
-    memory.reserve(sum(map(_padded_bytes, unique.values())), pin=bool(devices))
-    areas: dict[object, Tensor] = {}
-    begin = 0
-    # One after the other: a GPU copies the first tensors while the areas of the others are made.
-    for key, tensor in unique.items():
-        areas[key] = memory.area(begin, tensor).copy_(tensor, non_blocking=True)
-        begin += _padded_bytes(tensor)
-    tensors = {
-        file: {name: areas[identity(t)] for name, t in content.items()} for file, content in taken.tensors.items()
-    }
-    events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-    return Snapshot(taken=replace(taken, tensors=tensors), copied=events)
+        return wait
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-tensor.nbytes // 64) * 64
 
 
 def _map_memory(num_bytes: int) -> Tensor:

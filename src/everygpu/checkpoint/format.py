@@ -70,11 +70,31 @@ def is_file_of_ours(name: str) -> bool:
 
 def write_files(directory: Path, tensors: Mapping[str, Tensors], document: Mapping[str, Any]) -> None:
     """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`."""
-    shards = {file: part for stem, group in tensors.items() for file, part in _shards(stem, group).items()}
-    works = [partial(write_safetensors, directory / file, part) for file, part in shards.items()]
-    digests = dict(zip(shards, side_by_side(works)))
-    for stem in tensors:
-        if (index := _index(stem, shards)) is not None:
+    files = files_of(tensors)
+    write_document(directory, files, write_tensors(directory, files), document)
+
+
+def files_of(tensors: Mapping[str, Tensors], limit: int | None = None) -> dict[str, dict[str, Tensor]]:
+    """Deal tensors to files of so many bytes at most, or of one tensor."""
+    return {
+        file: part
+        for stem, group in tensors.items()
+        for file, part in _shards(stem, group, limit or SHARD_BYTES).items()
+    }
+
+
+def write_tensors(directory: Path, files: Mapping[str, Tensors]) -> dict[str, str]:
+    """Write files of tensors, several at a time; return the digest of each."""
+    return dict(zip(files, side_by_side([partial(write_safetensors, directory / file, files[file]) for file in files])))
+
+
+def write_document(
+    directory: Path, files: Mapping[str, Tensors], digests: Mapping[str, str], document: Mapping[str, Any]
+) -> None:
+    """Write what belongs to all files of tensors: their indexes, ``checkpoint.json`` and ``SHA256SUMS``."""
+    digests = dict(digests)
+    for stem in (MODEL, TRAINING):
+        if (index := _index(stem, files)) is not None:
             digests[f"{stem}.safetensors.index.json"] = _write_text(directory / f"{stem}.safetensors.index.json", index)
     whole = {
         "format": FORMAT,
@@ -262,12 +282,11 @@ def _hash_file(path: Path, advance: Callable[[int], object]) -> str:
     return digest.hexdigest()
 
 
-def _shards(stem: str, tensors: Tensors) -> dict[str, dict[str, Tensor]]:
-    """Deal tensors to files of at most `SHARD_BYTES`, or of one tensor."""
+def _shards(stem: str, tensors: Tensors, limit: int) -> dict[str, dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     num_bytes = 0
     for name, tensor in tensors.items():
-        if shards[-1] and num_bytes + tensor.nbytes > SHARD_BYTES:
+        if shards[-1] and num_bytes + tensor.nbytes > limit:
             shards.append({})
             num_bytes = 0
         shards[-1][name] = tensor

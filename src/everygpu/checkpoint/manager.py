@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background, SnapshotMemory, Taken, copy_to
+from everygpu.checkpoint.background import Background, SnapshotMemory, Taken
+from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_together
 from everygpu.checkpoint.directory import (
     Mode,
     as_path,
@@ -25,7 +26,7 @@ from everygpu.checkpoint.directory import (
 )
 from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.save import one_writer, take, wait_for_devices, write_checkpoint
+from everygpu.checkpoint.save import OneWriter, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.states import check_targets
 from everygpu.checkpoint.stop import stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
@@ -258,8 +259,20 @@ class CheckpointManager:
         ranks = one_writer()
         name = f"save step {step} to {self._name}"
         begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
+        if is_spread(self._objects):
+            ranks.write(begun, self._require_resumed)
+            self._write_together(ranks, step, metrics, written)
+            return
         ranks.write(begun, lambda: self._begin(step, metrics, written))
         self._written_by_rank_0 = None if is_main() or not self.asynchronous else written
+
+    def _write_together(self, ranks: OneWriter, step: int, metrics: dict[str, float], key: str) -> None:
+        """Save what is shared out over ranks: all write."""
+        self._background.wait()
+        dealt = deal(take(self._objects), key)
+        start = self._background.start if self.asynchronous else self._background.run
+        start(lambda: write_together(ranks, dealt, lambda: self._write(dealt, step, metrics)))
+        self._is_resumed = True
 
     def _begin(self, step: int, metrics: dict[str, float], written: str) -> None:
         self._require_resumed()
@@ -304,7 +317,7 @@ class CheckpointManager:
         """Copy the state to host memory; return what writes it from there."""
         memory = self._spare.pop() if self._spare else SnapshotMemory()
         try:
-            snapshot = copy_to(memory, take(self._objects))
+            arrived = memory.copy(take(self._objects))
         except BaseException:
             memory.wait()
             self._spare[:] = [memory]
@@ -312,14 +325,13 @@ class CheckpointManager:
 
         def write() -> None:
             try:
-                snapshot.wait()
-                self._write(snapshot.taken, step, metrics)
+                self._write(arrived(), step, metrics)
             finally:
                 self._spare[:] = [memory]
 
         return write
 
-    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, taken: Taken | Dealt, step: int, metrics: dict[str, float]) -> None:
         if is_claimed(self.directory):
             raise CheckpointForeignError(
                 f"save: {self._name} is a checkpoint itself, and a run has a directory for several. Choose another "

@@ -19,6 +19,7 @@ from everygpu.checkpoint.parts import EXTRA_STATE, is_version
 from everygpu.checkpoint.values import identity
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key, match_names
+from everygpu.parallel.fully_sharded.shards import take_parts
 from everygpu.torch_private.modules import NormBase
 from everygpu.tree import map_leaves
 
@@ -90,7 +91,12 @@ def plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Call
     # torch reads the versions from this attribute: Module.load_state_dict.
     loaded._metadata = versions  # type: ignore[attr-defined]
     strict = fit.strict and not left_out
-    return lambda: model.load_state_dict(loaded, strict=strict), {saved[new]: here for new, here in pairs.items()}
+
+    def restore() -> None:
+        take_parts(loaded, own)
+        model.load_state_dict(loaded, strict=strict)
+
+    return restore, {saved[new]: here for new, here in pairs.items()}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from everygpu import errors
 from everygpu.checkpoint.background import Background, Taken
+from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_taken, write_together
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
-from everygpu.checkpoint.format import MODEL, TRAINING, write_files
+from everygpu.checkpoint.format import MODEL, TRAINING
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import check_parts, encode_parts
 from everygpu.checkpoint.values import encode
@@ -52,6 +53,8 @@ def save(
 
     Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
     under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
+    A model that is shared out, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks, each some
+    files with whole tensors.
 
     Args:
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
@@ -96,7 +99,12 @@ def save(
         Background().run(lambda: write_checkpoint(where, taken))
 
     ranks = one_writer()
-    ranks.write(ranks.next_key(f"save to {where}"), work)
+    key = ranks.next_key(f"save to {where}")
+    if is_spread(parts):
+        dealt = deal(take(parts), key)
+        Background().run(lambda: write_together(ranks, dealt, lambda: write_checkpoint(where, dealt)))
+    else:
+        ranks.write(key, work)
     return where
 
 
@@ -119,12 +127,12 @@ def wait_for_devices(taken: Taken) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = None) -> Path:
+def write_checkpoint(path: Path, taken: Taken | Dealt, run: Mapping[str, Any] | None = None) -> Path:
     """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager
     with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
-        write_files(directory, taken.tensors, document)
+        write_taken(directory, taken, document)
     return path
 
 

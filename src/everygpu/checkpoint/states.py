@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from everygpu.checkpoint.by_ranks import has_shards, take_rows
 from everygpu.checkpoint.format import MODEL, TRAINING, cut
 from everygpu.checkpoint.modules import Fit, clean_names, module_state, plan_module, unwrap
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, find_state
@@ -159,7 +160,7 @@ def _require_part(contents: Contents, name: str, target: object) -> Part:
             f"load: {name} was saved as a {part.kind or type(part.state).__qualname__}, which "
             f"{type(target).__qualname__} can't take. Leave it out to get the saved value back in load's result."
         )
-    return part if kind == "module" else replace(part, state=detach(part.state))
+    return part if kind == "module" or has_shards(target) else replace(part, state=detach(part.state))
 
 
 def _plan(name: str, target: Any, part: Part, named: Mapping[str, Tensor]) -> Restore:
@@ -183,6 +184,8 @@ def _plan(name: str, target: Any, part: Part, named: Mapping[str, Tensor]) -> Re
     if is_optimizer:
         state = _in_own_order(target, name, part, named)
         _check_shapes(target, name, state)
+        if has_shards(target):
+            state = take_rows(target, state)
     return lambda: target.load_state_dict(state)
 
 

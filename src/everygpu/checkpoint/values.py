@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from everygpu.errors import CheckpointContentError
+from everygpu.parallel.fully_sharded.shards import is_shard, local_part, unless_alone
 
 Json: TypeAlias = Any
 
@@ -63,6 +64,9 @@ def decode(skeleton: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 def identity(tensor: Tensor) -> object:
     """Return what two tensors share if they are the same view of the same memory."""
+    if is_shard(tensor):  # the same on all ranks, some of which have no rows: what is made for a parameter has padding
+        address = local_part(tensor).untyped_storage().data_ptr() or id(tensor)
+        return tensor.device, address, tensor.dtype, tuple(tensor.shape)
     if tensor.is_meta or tensor.layout != torch.strided:
         return id(tensor)
     if tensor.numel() == 0:
@@ -73,6 +77,7 @@ def identity(tensor: Tensor) -> object:
 
 def check_storable(tensor: Tensor, name: str) -> None:
     """Refuse tensors whose elements are not plain memory, or of a dtype that safetensors lacks."""
+    tensor = local_part(tensor)
     shown = name.encode(errors="backslashreplace").decode()
     problem = None
     if shown != name or name == "__metadata__":  # half of a surrogate pair
@@ -100,7 +105,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _encode(value: object, path: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
     if isinstance(value, Tensor):
-        return {"$tensor": _put_aside(value, path, tensors, names)}
+        return {"$tensor": _put_aside(unless_alone(value), path, tensors, names)}
     if isinstance(value, dict):
         items = {key: _encode(item, _join(path, key), tensors, names) for key, item in value.items()}
         tag = next((tag for tag, kind in _DICTS.items() if isinstance(value, kind)), None)

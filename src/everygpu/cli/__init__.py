@@ -10,6 +10,7 @@ from everygpu.cli.bench import compare_ways
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
+from everygpu.cli.memory import plan_model
 from everygpu.cli.output import say, without_caller
 from everygpu.cli.run import run_chosen
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
@@ -60,5 +61,5 @@ def main() -> None:
     """
 
 
-for command in (run_chosen, list_devices, find_faults, compare_ways, checkpoint):
+for command in (run_chosen, list_devices, find_faults, compare_ways, plan_model, checkpoint):
     main.add_command(command)

@@ -55,7 +55,7 @@ def list_devices(request: Request | None, filters: Filters, form: str, ask_torch
         if not rows:
             return Text("No GPU found." if ask_torch else "No NVIDIA GPU found. For other accelerators pass --torch.")
         notes = [] if request or watch else [Text(note) for note in explain_hidden(rows)]
-        return Group(build_watch(rows, holders) if watch else build_table(rows, holders), *notes)
+        return Group(build_table(rows, holders, with_uuids=not watch), *notes)
 
     console = make_console()
     if watch and find_rows(request, filters, ask_torch)[0]:
@@ -126,49 +126,24 @@ def describe(row: Row, holders: Mapping[str, Holder]) -> dict[str, object]:
     }
 
 
-def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
-    """Lay the devices out for a terminal."""
-    table = Table("torch", "GPU", "name", "UUID", "free / total", "busy", "processes", highlight=False)
-    table.columns[3].overflow = "fold"
+def build_table(rows: Sequence[Row], holders: Mapping[str, Holder], *, with_uuids: bool = True) -> Table:
+    """Lay the devices out for a terminal: use, memory, and the runs and programs on each."""
+    names = nvml.name_processes(sorted({pid for _, device in rows for pid, _ in device.processes}))
+    table = Table("torch", "GPU", "name", "free / total", "busy", "used by", highlight=False)
+    if with_uuids:
+        table.add_column("UUID", overflow="fold")
     for name, device in rows:
         holder = holders.get(device.uuid or "")
-        used_by = [f"{pid} ({format_size(used)})" for pid, used in device.processes]
+        used_by = [] if holder is None else [harmless(holder.reason)]
+        for pid, used in device.processes:
+            used_by.append(harmless(f"{os.path.basename(names.get(pid, '?'))} {pid} ({format_size(used)})"))
         table.add_row(
             name or "-",
-            _number(device),
-            _name(device),
-            harmless(device.uuid or "-"),
+            "-" if device.index is None else str(device.index),
+            harmless(f"{device.name} (MIG mode)" if device.is_mig else device.name),
             f"{format_size(device.free_memory_bytes)} / {format_size(device.total_memory_bytes)}",
-            _busy(device),
-            "\n".join([*used_by, *([] if holder is None else [harmless(holder.reason)])]) or "-",
+            "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%",
+            ("\n" if with_uuids else ", ").join(used_by) or "-",
+            *([harmless(device.uuid or "-")] if with_uuids else []),
         )
     return table
-
-
-def build_watch(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
-    """Lay out a line a device: use, memory, and the runs and programs on it."""
-    names = nvml.name_processes(sorted({pid for _, device in rows for pid, _ in device.processes}))
-    table = Table("GPU", "name", "busy", "memory", "used by", highlight=False)
-    for _, device in rows:
-        holder = holders.get(device.uuid or "")
-        programs = {pid: os.path.basename(names.get(pid, "?")) for pid, _ in device.processes}
-        if holder is not None:
-            programs[holder.pid or 0] = holder.command or "reserved"
-        used_by = ", ".join(f"{name} ({pid})" if pid else name for pid, name in programs.items())
-        free, total = device.free_memory_bytes, device.total_memory_bytes
-        used = None if free is None or total is None else total - free
-        memory = f"{format_size(used)} / {format_size(total)}"
-        table.add_row(_number(device), _name(device), _busy(device), memory, harmless(used_by) or "-")
-    return table
-
-
-def _number(device: DeviceSample) -> str:
-    return "-" if device.index is None else str(device.index)
-
-
-def _name(device: DeviceSample) -> str:
-    return harmless(f"{device.name} (MIG mode)" if device.is_mig else device.name)
-
-
-def _busy(device: DeviceSample) -> str:
-    return "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%"

@@ -31,7 +31,6 @@ VARIABLE = "EVERYGPU_P2P"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HANGING = "Timeout ("
 """How ``faulthandler`` begins what it writes of a process that it ends."""
-_FORMAT = 2
 _END_S = 10.0
 """For a killed process to be gone: on a busy machine the driver takes seconds to clean up after it."""
 # The verdict is a fact about the machine; two threads that need it first must not both start the test.
@@ -181,42 +180,33 @@ def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:
     """Find what an earlier test said of these devices; None unless it is known of every pair."""
-    known = _read_cache()
-    pairs = list(itertools.permutations(range(len(uuids)), 2))
-    names = {(i, j): f"{uuids[i]} {uuids[j]}" for i, j in pairs}
-    return {pair: known[names[pair]] for pair in pairs} if all(name in known for name in names.values()) else None
+    known, pairs = _read_cache(), itertools.permutations(range(len(uuids)), 2)
+    try:
+        return {(i, j): PairReport(**known[f"{uuids[i]} {uuids[j]}"]) for i, j in pairs}
+    except (KeyError, TypeError):
+        return None
 
 
 def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:
     """Remember what was found out; a folder that can't be written is no harm."""
-    sure = {pair: report for pair, report in reports.items() if report.verdict != "untested"}
-    if not sure:
-        return
-    pairs = _read_cache() | {f"{uuids[i]} {uuids[j]}": report for (i, j), report in sure.items()}
-    entries = {names: {"verdict": report.verdict, "detail": report.detail} for names, report in pairs.items()}
+    sure = {
+        f"{uuids[i]} {uuids[j]}": {"verdict": report.verdict, "detail": report.detail}
+        for (i, j), report in reports.items()
+        if report.verdict != "untested"
+    }
     try:
-        text = json.dumps({"format": _FORMAT, "machine": _machine(), "pairs": entries}, indent=1)
-        write_whole(_cache_path(), text)
+        text = json.dumps({"machine": _machine(), "pairs": _read_cache() | sure}, indent=1)
+        write_whole(cache_folder() / "p2p.json", text)
     except OSError as error:
         logger.debug("The test of copies between GPUs can't be remembered: %s.", error)
 
 
-def _read_cache() -> dict[str, PairReport]:
+def _read_cache() -> dict[str, Any]:
     try:
-        kept = read_json(_cache_path())
-        if (kept["format"], kept["machine"]) != (_FORMAT, _machine()):
-            return {}
-        return {
-            str(names): PairReport(verdict=entry["verdict"], detail=str(entry["detail"]))
-            for names, entry in kept["pairs"].items()
-            if entry["verdict"] in ("right", "wrong", "hangs")
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = read_json(cache_folder() / "p2p.json")
+        return dict(kept["pairs"]) if kept["machine"] == _machine() else {}
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-
-
-def _cache_path() -> Path:
-    return cache_folder() / "p2p.json"
 
 
 def _machine() -> list[str]:

@@ -48,23 +48,11 @@ class Group:
         """The backward that came last to an output that is known; see ``backward_id``."""
         self._control = control
         self._notes: Any = dist.PrefixStore("everygpu/notes", default_store())  # type: ignore[attr-defined]
-        self._apart: dist.ProcessGroup | None = None
 
     @property
     def uses_nccl(self) -> bool:
         """Whether GPUs' tensors go through NCCL."""
         return "cuda:nccl" in dist.get_backend_config()
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Have each rank be by itself within, as in a trial that may fail on one alone."""
-        alone, before = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True), self._control
-        self._apart = self._control = alone
-        try:
-            yield
-        finally:
-            self._apart, self._control = None, before
-            dist.destroy_process_group(alone)
 
     def check_same(self, what: str, mine: Mapping[str, object]) -> None:
         """Make sure that all ranks have passed the same, as before the first collective over what it names.
@@ -93,7 +81,7 @@ class Group:
         """Return what rank 0 has passed."""
         found = [value]
         with self._communicating("broadcast over ranks"):
-            dist.broadcast_object_list(found, src=self._first, group=self._control)
+            dist.broadcast_object_list(found, src=0, group=self._control)
         return found[0]
 
     def begin_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
@@ -124,7 +112,7 @@ class Group:
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""
         with self._communicating("broadcast over ranks"):
-            dist.broadcast(x, src=self._first, group=self._group_of(x))
+            dist.broadcast(x, src=0, group=self._group_of(x))
 
     def all_reduce(self, x: Tensor) -> Callable[[], None]:
         """Begin to add a contiguous tensor up over all ranks, beside the device's current stream.
@@ -149,6 +137,14 @@ class Group:
         """Return a note if it has been left by now."""
         with self._communicating("note of a rank"):
             return str(self._notes.get(key).decode()) if self._notes.check([key]) else None
+
+    def find_first_note(self, key: str, other: str) -> str | None:
+        """Wait for a note, and return it; None where another one is left before it."""
+        while (note := self.find_note(key)) is None:
+            if self.find_note(other) is not None:
+                return self.find_note(key)
+            time.sleep(_POLL_S)
+        return note
 
     def read_note(self, key: str, limit_s: float = math.inf) -> str:
         """Wait for a note of rank 0.
@@ -179,11 +175,7 @@ class Group:
             ) from error
 
     def _group_of(self, x: Tensor) -> "dist.ProcessGroup | None":
-        return self._control if x.device.type == "cpu" else self._apart
-
-    @property
-    def _first(self) -> int:
-        return 0 if self._apart is None else self.rank
+        return self._control if x.device.type == "cpu" else None
 
 
 class OncePerRun(logging.Filter):

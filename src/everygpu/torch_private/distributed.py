@@ -1,5 +1,7 @@
 """The store of torch's process groups, and the containers in distributed checkpoints."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed
@@ -8,6 +10,18 @@ import torch.distributed
 def default_store() -> Any:
     """Return the store of the process group, for which torch has no public name."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Have a process group of which this process is rank 0, and the others aren't there: nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # its backend has no public name
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def unflatten(state: Any, places: Any) -> Any:

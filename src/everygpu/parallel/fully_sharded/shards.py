@@ -20,6 +20,11 @@ def whole_of(x: Tensor) -> Tensor:
     return whole
 
 
+def unless_alone(x: Tensor) -> Tensor:
+    """Return a tensor as it is, but an ordinary one where no other rank has rows of it."""
+    return x.to_local() if is_shard(x) and x.device_mesh.size() == 1 else x  # type: ignore[attr-defined]
+
+
 def local_part(x: Tensor) -> Tensor:
     """Return the rows that this rank has, which share memory with the tensor."""
     return x.to_local() if is_shard(x) else x  # type: ignore[attr-defined]

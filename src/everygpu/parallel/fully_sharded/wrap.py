@@ -43,6 +43,7 @@ def share_out(group: Group, module: nn.Module, device: torch.device, sharding: S
         torch.cuda.set_device(device)  # or the mesh would take that of LOCAL_RANK
     mesh = init_device_mesh(device.type, (group.size,))
     apply(module, groups, sharding, mesh, device, prepare=partial(copy_from_first, group))
+    fill(module, device)
     old.check()
     return old
 
@@ -73,7 +74,6 @@ def apply(
         fully_shard(
             part, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.level == "parameters" and not is_tail
         )
-    _fill(module, device)
 
 
 def prepare_blocks(module: nn.Module, groups: Groups, sharding: Sharding) -> None:
@@ -115,7 +115,7 @@ def _place(part: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, device: torch.device) -> None:
+def fill(module: nn.Module, device: torch.device) -> None:
     """Give what is on the meta device memory and values."""
     empty = []
     for name, child in module.named_modules():
