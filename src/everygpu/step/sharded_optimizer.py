@@ -14,6 +14,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
+from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
 from everygpu.step.parameter_checks import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
@@ -277,6 +278,11 @@ def _check(optimizer: Any) -> None:
         raise OptimizerError(
             f"ShardedOptimizer: the optimizer must be one of {names}, not differentiable, got "
             f"{type(optimizer).__qualname__}. Use it as it is: on the primary device."
+        )
+    if any(map(is_shard, all_params(optimizer))):
+        raise OptimizerError(
+            "ShardedOptimizer: the parameters are shared out over ranks, and their states with them. Use the stock "
+            "optimizer."
         )
     if any(p.layout != torch.strided or p.is_quantized for p in all_params(optimizer)):
         raise OptimizerError("ShardedOptimizer: parameters must be dense, got a sparse one. Use the stock optimizer.")
