@@ -35,6 +35,23 @@ def test_functions_are_short():
     assert {name: size for name, size in found.items() if size > MAX_FUNCTION} == {}
 
 
+def misused_base(tree):
+    """Give the lines that raise the base class of our errors itself, or inherit from it and from no builtin."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if ast.unparse(raised).rpartition(".")[2] == "EveryGPUError":
+                yield node.lineno
+        if isinstance(node, ast.ClassDef) and [ast.unparse(b) for b in node.bases] == ["EveryGPUError"]:
+            yield node.lineno
+
+
+def test_errors_are_of_a_kind_and_of_a_builtins():
+    assert {name: lines for name, tree in trees().items() if (lines := list(misused_base(tree)))} == {}
+    for line in ("raise EveryGPUError('x')", "raise errors.EveryGPUError('x') from e", "class A(EveryGPUError): ..."):
+        assert list(misused_base(ast.parse(line))) == [1]
+
+
 MUTATING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 

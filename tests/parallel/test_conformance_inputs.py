@@ -312,7 +312,8 @@ class TestObjects:
         with pytest.raises(SplitError, match="the Batch object"):
             step(Batch(torch.ones(7, 3)), torch.ones(7, 2))
 
-    def test_every_way_out_works(self, x, registered):
+    def test_every_way_out_works(self, registered):
+        x = torch.randn(7, 4)
         read = Returning(lambda b: b["x"] if isinstance(b, dict) else b.x)
         for batch in ({"x": x}, Registered(x)):
             torch.testing.assert_close(everygpu.gather(parallel(read)(batch)), x)

@@ -251,7 +251,7 @@ class TestContainers:
 
             def forward(self, x):
                 h = self.lin(x)
-                return {"a": [h, (h.exp().cpu(),)], "b": Pair(h.sin(), h.cos()), "n": torch.tensor(1.0)}
+                return {"a": [h, (h.exp().cpu(),)], "b": Pair(h.sin(), h.cos()), "n": torch.tensor(1.0, device="cpu")}
 
         model, bare = pair(Many, devs)
         x = rows(7, 3, device=devs[0]).requires_grad_()

@@ -41,7 +41,7 @@ def facts(module, x):
     made = [torch.ones(2), torch.arange(3), torch.tensor([1.0]), torch.empty(0), torch.randn(1), torch.zeros(1, 2)]
     return (
         (str(module.lin(x).dtype), module.lin(x).requires_grad),
-        (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), torch.is_autocast_cache_enabled()),
+        (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()),
         (torch.is_autocast_enabled("cpu"), str(torch.mm(torch.ones(2, 2).cpu(), torch.ones(2, 2).cpu()).dtype)),
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         (str(torch.get_default_dtype()), torch.is_anomaly_enabled(), ASKED.get()),

@@ -284,22 +284,14 @@ def second_derivatives(m: nn.Module, *args: Any) -> Any:
 
 
 def training(m: nn.Module, *args: Any) -> Any:
-    """Five steps of the optimizer that takes the model's gradients."""
-    score(m(*args)).backward()
-    params = {True: [], False: []}
-    for p in m.parameters():
-        params[p.grad is not None and p.grad.is_sparse].append(p)
-    optimizers = [torch.optim.Adam(params[False], lr=0.01)]
-    optimizers += [torch.optim.SparseAdam(params[True], lr=0.01)] if params[True] else []
-    losses = []
+    """Five steps; what optimizers do with sparse gradients is theirs."""
+    optimizer, losses = torch.optim.SGD(m.parameters(), lr=0.01), []
     for step in range(5):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-        loss = score(m(*args))
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = score(m(*args)) / 100
         loss.backward()
         losses.append(loss.detach())
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
     return losses, [p.detach() for p in m.parameters()]
 
 
@@ -323,7 +315,7 @@ def compare(use: Callable[..., Any], name: str, devices: list[torch.device], num
         leaves = [v.detach().to(devices[0]).requires_grad_(v.requires_grad) for v in values]
         given = [Replicated(v) if isinstance(a, Replicated) and m is model else v for a, v in zip(args, leaves)]
         seen.append([use(m, *given), grads(m), [v.grad for v in leaves], dict(m.named_buffers())])
-    torch.testing.assert_close(*seen, **TOLERANCE)
+    torch.testing.assert_close(*seen, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("use", USES)
@@ -501,14 +493,15 @@ def test_backward_called_inside_forward(devs, x):
     assert_same_grads(model, bare)
 
 
-def test_functional_call_with_other_parameters(model, bare, x):
+@pytest.mark.parametrize("outer", ["0.", "0.module."])
+def test_functional_call_with_other_parameters(model, bare, x, outer):
     """As meta-learning does: gradients flow to the parameters put in place of the module's.
 
     torch refuses a ``DataParallel`` itself, its own as ours, but not a module with one in it.
     """
     with pytest.raises(RuntimeError, match="can't be used with nn.DataParallel"):
         torch.func.functional_call(model, {}, (x,))
-    for m, prefix in ((nn.Sequential(model), "0.module."), (bare, "")):
+    for m, prefix in ((nn.Sequential(model), outer), (bare, "")):
         names, params = zip(*bare.named_parameters()) if m is bare else zip(*model.module.named_parameters())
         inner = torch.autograd.grad(score(m(x)), params, create_graph=True)
         fast = {prefix + n: p - 0.01 * g for n, p, g in zip(names, params, inner)}
@@ -568,11 +561,11 @@ def test_batchnorm_in_training_follows_the_buffer_rule(devs, num_rows, rule):
         expected = torch.cat([net(shard) for net, shard in zip(alone, shards)])
         forget(model, *alone)
         out = model(x)
-        torch.testing.assert_close(out, expected, **TOLERANCE)
+        torch.testing.assert_close(out, expected)
         score(out).backward()
         score(expected).backward()
         for mine, *theirs in zip(model.parameters(), *(net.parameters() for net in alone)):
-            torch.testing.assert_close(mine.grad, sum(p.grad for p in theirs), **TOLERANCE)
+            torch.testing.assert_close(mine.grad, sum(p.grad for p in theirs))
         for name, mine in model.named_buffers():
             theirs = [net.get_buffer(name) for net in alone]
             is_mean = rule == "mean" and mine.is_floating_point()
