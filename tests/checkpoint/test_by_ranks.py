@@ -140,6 +140,11 @@ def faults(folder):
         with pytest.raises((CheckpointError, OSError), match=found):
             everygpu.save(folder / "whole", model=model)
     assert not (folder / "whole").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(by_ranks, "write_document", fail)
+        with pytest.raises((CheckpointError, OSError), match="can't be written: full"):
+            everygpu.save(folder / "whole", model=model)
     everygpu.save(folder / "whole", model=model, optimizer=optimizer)
     with pytest.raises(CheckpointContentError, match="is shared out over ranks"):
         everygpu.save(folder / "state", ema=model.state_dict())

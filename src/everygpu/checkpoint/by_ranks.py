@@ -77,7 +77,8 @@ class Dealt:
             self.group.leave_note(note, json.dumps(write_tensors(Path(directory), self.mine)))
         except BaseException as error:
             self.group.leave_note(note, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
-            raise
+            if self.group.find_note(self.key) is None:  # else rank 0 has failed, and removed the directory
+                raise
 
 
 def write_taken(directory: Path, taken: Taken | Dealt, document: Mapping[str, Any]) -> None:
