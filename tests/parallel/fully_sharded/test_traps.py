@@ -206,6 +206,25 @@ def an_error_in_forward():
     return model.head.weight.grad is not None
 
 
+class Branch(nn.Module):
+    """Another layer on each rank, of the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.layers[join().rank](x)
+
+
+def branches_of_some_ranks():
+    model = share(nn.Sequential(Branch(), Branch()))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(CallError, match="go back to the last checkpoint"):
+        model(torch.ones(2, 4))
+    return True
+
+
 def bf16_with_masters_in_fp32():
     model = share(Net(), precision="bf16")
     seen = []
@@ -232,6 +251,7 @@ CHECKS = (
     losses_written_to_in_place,
     an_error_in_forward,
     bf16_with_masters_in_fp32,
+    branches_of_some_ranks,
 )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
+from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
 from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
 from everygpu.parallel.ranks.gradients import check_hooks
@@ -49,6 +51,8 @@ class ShardedRankModel(RankModel):
         self._module = module
         self._old: OldParameters | None = old
         self._methods: set[str] = set()
+        self._digest = 0
+        """Of the parameters to which backwards since the last forward have given gradients."""
         self._device = next(module.parameters()).device
         # Those that are saved: the others are constants, such as a rotary embedding's, and a broadcast takes time.
         saved = module.state_dict().keys()
@@ -62,10 +66,29 @@ class ShardedRankModel(RankModel):
         if self._old is not None and torch.is_grad_enabled():
             self._old.check()  # of parameters that were listed before, an optimizer may have been made since
             self._old = None
-            check_hooks(dict(self._module.named_parameters()))
+            named = dict(self._module.named_parameters())
+            check_hooks(named)
+            for i, p in enumerate(named.values()):
+                if p.requires_grad:
+                    note = partial(self._note, i.to_bytes(4, "little"))
+                    p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         return super().forward(partial(self._call, function), module, inputs, kwargs)
 
+    def _note(self, key: bytes, _: Tensor) -> None:
+        self._digest = zlib.crc32(key, self._digest)
+
+    def _compare_backward(self, digests: list[float]) -> None:
+        """Refuse to go on where FSDP2 has added up gradients of one parameter and, on another rank, of another."""
+        if len(set(digests)) > 1:
+            raise CallError(
+                "DataParallel: the last backward gave gradients to other parameters on some ranks than on others, as a "
+                "branch that only some rows take does, and FSDP2 has mixed them up: go back to the last checkpoint. "
+                "Have all ranks use all parameters, for instance with 0 * sum(p.sum() for p in module.parameters())."
+            )
+
     def _call(self, function: Callable[..., Any]) -> Any:
+        is_training, digest, self._digest = torch.is_grad_enabled(), self._digest, 0
+        wait = self.group.begin_list(float(digest)) if is_training else None
         try:
             with explaining_parts():
                 output = function()
@@ -74,8 +97,10 @@ class ShardedRankModel(RankModel):
             with contextlib.suppress(RuntimeError):  # of a first forward that didn't get as far as the root's
                 getattr(self._module, "reset_iter_state", lambda: None)()
             raise
-        if not torch.is_grad_enabled():
+        if wait is None:
             reshard(self._module)
+        else:
+            self._compare_backward(wait())
         return output
 
     def _later_weight(self, weight: float | Tensor) -> float | Tensor:
