@@ -27,7 +27,7 @@ from everygpu.parallel.engines.threads import Workers, parallel_apply
 from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
 from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
-from everygpu.parallel.fully_sharded.wrap import call_as_forward, share_out
+from everygpu.parallel.fully_sharded.wrap import share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.ranks.model import RankModel, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
@@ -180,9 +180,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         group = check_ranks(group, sharding, self.replica_devices)
         check_devices(group, self.replica_devices)
         old = share_out(group, module, self.replica_devices[0], sharding)
+        model = ShardedRankModel(group, self.dim, self.weight_rule, module, sharding, old)
         if callable(getattr(module, "generate", None)):
-            call_as_forward(module, "generate")
-        return ShardedRankModel(group, self.dim, self.weight_rule, module, sharding, old)
+            model.call_as_forward("generate")
+        return model
 
     def _prepare(self) -> None:
         self._ids = self.device_ids
@@ -250,8 +251,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             Exception: what the method raised; its ``__cause__`` names the replica.
         """
         _check_method(self.module, name)
-        if is_shared_out(self):
-            call_as_forward(self.module, name)
+        if isinstance(self._ranks, ShardedRankModel):
+            self._ranks.call_as_forward(name)
         alone = self._is_alone(name)
         run = partial(self._forward_alone if alone else self._run, inputs, kwargs, name, pad_value)
         return run() if self._ranks is None else self._ranks.forward(run, self.module, inputs, kwargs)

@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import CallError, CopyError, ModuleError, OptimizerError, RankError
-from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.ranks.group import join
 from tests.parallel.fully_sharded.training import (
     VOCABULARY,
     Case,
     Net,
     batch,
-    step_on_ranks,
     train_alone,
     train_on_ranks,
     whole_state,
@@ -167,7 +166,7 @@ def methods_that_call_parts():
     return True
 
 
-def copies_and_norms():
+def copies_names_and_hooks():
     model = share(Net())
     for make_copy in (copy.deepcopy, pickle.dumps):
         with pytest.raises(CopyError, match=r"everygpu\.save"):
@@ -177,21 +176,6 @@ def copies_and_norms():
     model.blocks[0].up.weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(CallError, match="a hook on parameter blocks.0.up.weight"):
         model(batch(0, 2)[0])
-    return True
-
-
-def norms_are_the_whole_gradients():
-    ids, y = batch(0, 4)
-    torch.manual_seed(0)
-    net = Net()
-    F.cross_entropy(net(ids), y).backward()
-    expected = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    torch.manual_seed(0)
-    model = share(Net())
-    F.cross_entropy(model(ids), y).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
-    torch.testing.assert_close(whole_of(model.head.weight.grad), net.head.weight.grad)
     return True
 
 
@@ -244,8 +228,7 @@ CHECKS = (
     parameters_on_the_meta_device,
     blocks_called_past_forward,
     methods_that_call_parts,
-    copies_and_norms,
-    norms_are_the_whole_gradients,
+    copies_names_and_hooks,
     losses_written_to_in_place,
     an_error_in_forward,
     bf16_with_masters_in_fp32,
@@ -266,7 +249,7 @@ def train_and_save_alone(folder):
     """The script of many GPUs runs on one, and saves what any other loads."""
     case = Case(clip=0.1)
     losses, state = train_on_ranks(case, 0, 1)
-    steps, _ = step_on_ranks(case, 0, 1)
+    steps, _ = train_on_ranks(case, 0, 1, as_step=True)
     torch.manual_seed(1)
     model = share(Net())
     everygpu.save(folder / "alone", model=model)

@@ -1,5 +1,6 @@
 """Small models trained by one device, and by ranks that share them out."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,45 +115,44 @@ def train_alone(case, size, *, as_step=False):
     return found, net.state_dict()
 
 
-def train_on_ranks(case, rank, size):
-    """Train the same as one of several ranks."""
+def train_on_ranks(case, rank, size, *, as_step=False):
+    """Train the same as one of several ranks; by ``TrainStep``, whose loss is that of all rows of an update's end."""
     model = everygpu.DataParallel(make(case), ["cpu"], shard=case.level, **case.options)
     optimizer = case.optimizer(model.parameters())
-    begin = sum(case.rows[:rank])
-    mine = slice(begin, begin + case.rows[rank])
-    found = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        for part in range(case.accumulate):
-            ids, y = batch(step * case.accumulate + part, sum(case.rows[:size]))
-            if part < case.accumulate - 1:
-                with model.no_sync():
-                    F.cross_entropy(model(ids[mine]), y[mine]).backward()
-            else:
-                loss = F.cross_entropy(model(ids[mine]), y[mine])
-                loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip) if case.clip else torch.zeros(())
-        optimizer.step()
-        found.append((loss.item(), norm.item()))
-    return found, whole_state(model)
-
-
-def step_on_ranks(case, rank, size):
-    """Train the same by ``TrainStep``, whose loss and gradient are the means over all of an update."""
-    model = everygpu.DataParallel(make(case), ["cpu"], shard=case.level, **case.options)
-    optimizer = case.optimizer(model.parameters())
-    step = everygpu.TrainStep(
-        model, F.cross_entropy, optimizer, accumulate=case.accumulate, clip_norm=case.clip, on_nonfinite="skip"
-    )
-    begin = sum(case.rows[:rank])
-    mine = slice(begin, begin + case.rows[rank])
+    train = by_step(case, model, optimizer) if as_step else by_loop(case, model, optimizer)
+    mine = slice(sum(case.rows[:rank]), sum(case.rows[: rank + 1]))
     found = []
     for number in range(NUM_STEPS * case.accumulate):
         ids, y = batch(number, sum(case.rows[:size]))
-        loss = step(ids[mine], y[mine])
-        if (number + 1) % case.accumulate == 0:
-            found.append((loss.item(), step.stats().grad_norm if case.clip else 0))
+        is_last = (number + 1) % case.accumulate == 0
+        outcome = train(ids[mine], y[mine], is_last)
+        if is_last:
+            found.append(outcome)
     return found, whole_state(model)
+
+
+def by_loop(case, model, optimizer):
+    def train(ids, y, is_last):
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss = F.cross_entropy(model(ids), y)
+            loss.backward()
+        if not is_last:
+            return None
+        norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip) if case.clip else torch.zeros(())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item(), norm.item()
+
+    return train
+
+
+def by_step(case, model, optimizer):
+    step = everygpu.TrainStep(model, F.cross_entropy, optimizer, accumulate=case.accumulate, clip_norm=case.clip)
+
+    def train(ids, y, is_last):
+        return step(ids, y).item(), step.stats().grad_norm if case.clip else 0
+
+    return train
 
 
 def whole_state(model):

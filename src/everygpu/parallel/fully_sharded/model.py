@@ -1,6 +1,7 @@
 """What a model that is shared out does around each forward, as one of several ranks' models."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ class ShardedRankModel(RankModel):
         self.sharding = sharding
         self._module = module
         self._old: OldParameters | None = old
+        self._methods: set[str] = set()
         self._device = next(module.parameters()).device
         # Those that are saved: the others are constants, such as a rotary embedding's, and a broadcast takes time.
         saved = module.state_dict().keys()
@@ -91,6 +93,17 @@ class ShardedRankModel(RankModel):
             return tree.map_leaves(lambda leaf: _weigh(leaf, share), output)
 
         return weigh
+
+    def call_as_forward(self, name: str) -> None:
+        """Have a method of the model find parameters whole, as forward does: ``generate`` calls parts of the model."""
+        if name in self._methods:
+            return
+        from torch.distributed.fsdp import register_fsdp_forward_method  # takes two seconds
+
+        self._methods.add(name)
+        register_fsdp_forward_method(self._module, name)
+        method = getattr(self._module, name)
+        setattr(self._module, name, functools.wraps(method)(lambda *a, **k: self._call(partial(method, *a, **k))))
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training."""

@@ -109,7 +109,7 @@ def check_tensors(module: nn.Module) -> None:
                 _refuse(
                     f"parameter {stem}{name} is of shape (), which has no rows to share out", "Make it of shape (1,)"
                 )
-            if p.is_sparse or getattr(child, "sparse", False):
+            if p.is_sparse or (isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse):
                 _refuse(f"{stem}{name} has sparse gradients", "Pass sparse=False")
         persistent = {key.rpartition(".")[2] for key in child.state_dict(keep_vars=True)} if _has_meta(child) else set()
         for name, buffer in child.named_buffers(recurse=False):

@@ -1,6 +1,5 @@
 """A model shared out over ranks by torch's FSDP2: every rank has some rows of each parameter."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,26 +142,6 @@ def fill(module: nn.Module, device: torch.device) -> None:
 def _unfilled(t: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_like(t, device=device)
     return made.fill_(float("nan")) if t.is_floating_point() else made.zero_()
-
-
-def call_as_forward(module: nn.Module, name: str) -> None:
-    """Have a method of the model find parameters whole, as forward does: ``generate`` calls parts of the model."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    if name in vars(module):
-        return
-    register_fsdp_forward_method(module, name)
-    method = getattr(module, name)
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with explaining_parts():
-            output = method(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            reshard(module)
-        return output
-
-    setattr(module, name, call)
 
 
 @contextmanager
