@@ -19,7 +19,6 @@ from everygpu.cli.plan import plan_run
 from everygpu.devices import nvml
 from everygpu.devices.reserve import OWN
 from everygpu.devices.select import Demand
-from everygpu.errors import DeviceError
 from tests.cli.runs import command_of, everygpu, install_driver
 from tests.devices.fake_nvml import GIB, H200_UUIDS, make_sample
 from tests.devices.real_gpus import FILL, find_gpus, using
@@ -227,13 +226,6 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
     assert len(told) == 1
     assert "free memory 1.0 GiB, below 50.0 GiB" in told[0]
     plan.locks[0].release()
-
-
-def test_waiting_ends_on_time_to_the_second(clock, monkeypatch):
-    monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=GIB)])
-    with pytest.raises(DeviceError, match="--wait starts the script"):
-        plan_run(Request(count=1), Demand(count=1, min_free_memory="50GiB"), {}, wait_s=3)
-    assert clock[0] == 3.0
 
 
 # ---- several processes --------------------------------------------------------------------------------

@@ -93,18 +93,6 @@ def test_all_gather_makes_the_buffers_equal(devices, dtype, count, numel):
     assert all(b.cpu().equal(expected) for b in buffers)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_scatter_and_gather_are_each_others_reverse(devices, count):
-    used = devices(count)
-    source = torch.randn(4 * len(used), device=used[0])
-    chunks = [torch.empty(4, device=d) for d in used]
-    comm.scatter(source, chunks)
-    assert chunks[-1].cpu().equal(source[-4:].cpu())
-    back = torch.empty_like(source)
-    comm.gather(chunks, back)
-    assert back.equal(source)
-
-
 def test_copies_to_and_from_several_devices(devices):
     used = devices(3)
     x = torch.arange(6.0, device=used[0]).view(2, 3)

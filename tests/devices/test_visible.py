@@ -198,12 +198,6 @@ def test_other_accelerator_is_one_device_whose_memory_may_be_unknown(monkeypatch
     assert device.index is device.uuid is device.free_memory_bytes is None
 
 
-def test_no_accelerator_is_an_empty_list(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert visible_devices() == []
-
-
 def test_choosing_devices_does_not_load_torch():
     code = (
         "import sys, everygpu.devices.select, everygpu.devices.nvml, everygpu.devices.visible, everygpu.cli;"

@@ -24,6 +24,11 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
 
 
+def make_step(used: list[torch.device], make: Any = Net, **options: Any) -> Step:
+    net = make().to(used[0])
+    return Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), **options)
+
+
 def check(
     recording: Devices,
     scenario: Scenario,

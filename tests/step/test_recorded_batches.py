@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import everygpu
 from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
-from tests.step.scenarios import Devices, Step, X, Y, adamw, check, train_on
+from tests.step.scenarios import Devices, Step, X, Y, check, make_step, train_on
 from tests.step.test_capture import Moving, Net, num_recordings
 
 
@@ -37,9 +37,7 @@ class Numbered(Net):
 
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_COUNTED", 20)
-    used = recording(2)
-    net = Numbered().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    step = make_step(recording(2), Numbered)
     for number in range(30):
         step(X, Y, number=number)
     assert len(step._capture._kinds._counts) == 20
@@ -57,12 +55,10 @@ def test_a_model_that_returns_its_loss(recording: Devices) -> None:
 
 
 def test_a_recording_does_not_keep_the_batch(recording: Devices) -> None:
-    used = recording(2)
-    net = Net().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    step = make_step(recording(2))
     refs = []
     for _ in range(6):
-        x = X.clone().to(used[0])
+        x = X.clone().to(step._home)
         step(x, Y)
         refs.append(weakref.ref(x))
         del x
@@ -121,8 +117,7 @@ def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: boo
     used = recording(count)
     found = []
     for capture in (False, "auto"):
-        net = Writing().to(used[0])
-        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
+        step = make_step(used, Writing, capture=capture)
         for _ in range(6):
             x = X.clone().to(used[0])
             if is_sharded:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import everygpu
 from everygpu.errors import CallError
-from tests.step.scenarios import Devices, Step, X, Y, adamw, check, train_on
+from tests.step.scenarios import Devices, Step, X, Y, adamw, check, make_step, train_on
 from tests.step.test_capture import Net, num_recordings
 
 
@@ -58,9 +58,7 @@ def test_after_one_step_without_a_head_launches_go_on(recording: Devices, option
 
 
 def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: Devices) -> None:
-    used = recording(2)
-    net = TwoHeads().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    step = make_step(recording(2), TwoHeads)
     for head in ("other", "last") * 6:
         step(X, Y, head=head)
     assert num_recordings(step) == 2
@@ -311,11 +309,9 @@ def test_torch_s_settings_count(recording: Devices, setting: str) -> None:
 def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.LONG", 4)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_ATTEMPTS", 2)
-    used = recording(2)
-    net = Net().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    step = make_step(recording(2))
     for num_steps, num_expected in ((9, 1), (8, 1), (8, 1), (5, 1), (5, 1), (5, 0)):
-        net.train(not net.training)
+        step.model.train(not step.model.training)
         for _ in range(num_steps):
             step(X, Y)
         assert num_recordings(step) == num_expected
@@ -336,8 +332,7 @@ def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: i
     found: dict[Any, list[Tensor]] = {False: [], "auto": []}
     for capture in found:
         for num_steps in (1, 18, 9):  # in each context: the casts of one step are no other's
-            net = Net().to(used[0])
-            step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
+            step = make_step(used, capture=capture)
             losses: list[Tensor] = []
             while len(losses) < 18:
                 with torch.autocast(used[0].type, torch.bfloat16):
@@ -387,9 +382,7 @@ def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
 
 def test_a_recording_makes_no_states(recording: Devices) -> None:
     """What takes part for the first time while it is recorded has none yet: each launch would make one anew."""
-    used = recording(1)
-    net = TwoHeads().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    step = make_step(recording(1), TwoHeads)
     for _ in range(6):
         step(X, Y, head="last")
     assert not step._strategy._shards.fuses or step._strategy._shards.may_record(step._strategy._touched)

@@ -1,24 +1,22 @@
 """Copies are compared between launches of recorded steps, which stay valid."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import everygpu
 from everygpu.errors import DivergedError
 from tests.faults.warned import warnings
-from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw
+from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, make_step
 from tests.step.test_capture import Net, num_recordings
 from tests.step.test_train_step import assert_replicas_bit_equal
 
 
 def make(used: list[torch.device], check_every: int) -> Step:
     torch.manual_seed(0)
-    net = Net().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), check_every=check_every)
+    step = make_step(used, check_every=check_every)
     for _ in range(NUM_BEFORE):
         step(X, Y)
     assert num_recordings(step) == 1
@@ -86,8 +84,8 @@ def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recordi
     x[:, 0] = 0
     x[len(x) // len(used) : 2 * len(x) // len(used), 0] = 1
     torch.manual_seed(0)
-    net = Flipping().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), check_every=1)
+    step = make_step(used, Flipping, check_every=1)
+    net: Any = step.model.module
     with warnings() as lines:
         for _ in range(NUM_BEFORE):
             step(x, Y)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, train_on
+from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, make_step, train_on
 from tests.step.test_capture import Net, num_recordings
 
 
@@ -160,12 +160,10 @@ def test_gradients_that_are_not_aligned_or_come_bit_by_bit(recording: Devices, m
 
 
 def test_graphs_of_before_notice_the_update(recording: Devices) -> None:
-    used = recording(2)
-    net = Net().to(used[0])
-    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    step = make_step(recording(2))
     for _ in range(NUM_BEFORE):
         step(X, Y)
-    output = net(X.to(used[0]))
+    output = step.model.module(X.to(step._home))
     step(X, Y)
     assert num_recordings(step) == 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

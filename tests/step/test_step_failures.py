@@ -128,26 +128,18 @@ def test_an_optimizer_of_what_is_around_a_frozen_model() -> None:
     everygpu.TrainStep(frozen, F.cross_entropy, torch.optim.SGD([prompt]))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_batch_without_rows_is_said_to_be_one(caplog: pytest.LogCaptureFixture, count: int) -> None:
-    net = Net()
-    model = everygpu.DataParallel(net, ["cpu"] * count)
-    step = everygpu.TrainStep(model, F.cross_entropy, torch.optim.SGD(net.parameters()))
-    x, y = next(batches(1))
-    step(x[:0], y[:0])
+CPUS = [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize(("count", "accumulate"), [(1, 1), (2, 1), (2, 2)])
+def test_a_batch_without_rows_is_said_to_be_one(caplog: Any, count: int, accumulate: int) -> None:
+    pair = Pair(CPUS[:count], "SGD", accumulate=accumulate)
+    ((x, y),) = pair.data(1)
+    for _ in range(accumulate):
+        pair.step(x[:0], y[:0])
     assert re.search("update is left out.*nan if it has 0 rows", caplog.text)
-
-
-def test_an_update_of_batches_without_rows_is_left_out() -> None:
-    net = Net()
-    model = everygpu.DataParallel(net, ["cpu"] * 2)
-    step = everygpu.TrainStep(model, F.cross_entropy, torch.optim.SGD(net.parameters()), accumulate=2)
-    x, y = next(batches(1))
-    before = copy.deepcopy(dict(net.named_parameters()))
-    for _ in range(2):
-        step(x[:0], y[:0])
-    assert step.stats().num_skipped == 1
-    torch.testing.assert_close(dict(net.named_parameters()), before)
+    assert pair.step.stats().num_skipped == 1
+    torch.testing.assert_close(list(pair.ours.parameters()), list(pair.plain.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +156,7 @@ def test_losses_that_are_no_number(loss: Any, message: str) -> None:
             out = super().forward(x)
             return [out] if loss is None else out
 
-    net = Listing()
-    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), loss, torch.optim.SGD(net.parameters()))
+    step = Pair(CPUS, "SGD", make=Listing, loss=loss).step
     with pytest.raises(LossError, match=f"TrainStep: .*{message}"):
         step(*next(batches(1)))
 
@@ -228,9 +219,8 @@ def test_a_loss_with_parameters_of_its_own(devices: Devices) -> None:
     used = devices(2)
     plain, ours = (nn.ModuleList([Net(), Weighed()]).to(used[0]) for _ in range(2))
     data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(ours[0], used), ours[1], OPTIMIZERS["AdamW"](ours.parameters())
-    )  # fmt: skip
+    optimizer = OPTIMIZERS["AdamW"](ours.parameters())
+    step = everygpu.TrainStep(everygpu.DataParallel(ours[0], used), ours[1], optimizer)
     for batch in data:
         step(*batch)
     train_plainly(plain[0], OPTIMIZERS["AdamW"](plain.parameters()), data, plain[1])
@@ -260,9 +250,7 @@ WRONG_WEIGHTS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("weight", "said"), WRONG_WEIGHTS)
 def test_a_weight_that_takes_other_arguments_or_returns_no_number_is_named(weight: Any, said: str) -> None:
-    net = Net()
-    masked = everygpu.DataParallel(Masked(net), ["cpu"] * 2)
-    step = everygpu.TrainStep(masked, F.cross_entropy, OPTIMIZERS["SGD"](net.parameters()), accumulate=2, weight=weight)
+    step = Pair(CPUS, "SGD", make=lambda: Masked(Net()), accumulate=2, weight=weight).step
     x, y = next(batches(1))
     with pytest.raises(OptionError, match=rf"TrainStep: weight must .*{said}"):
         step((x, torch.ones(len(x))), y)
@@ -277,9 +265,7 @@ def test_a_weight_gets_inputs_and_targets_and_its_own_error_stays() -> None:
             raise TypeError("mine")
         return mask.sum(0, keepdim=True)
 
-    net = Net()
-    masked = everygpu.DataParallel(Masked(net), ["cpu"] * 2)
-    step = everygpu.TrainStep(masked, F.cross_entropy, OPTIMIZERS["SGD"](net.parameters()), accumulate=2, weight=weight)
+    step = Pair(CPUS, "SGD", make=lambda: Masked(Net()), accumulate=2, weight=weight).step
     x, y = next(batches(1))
     mask = torch.ones(len(x))
     step({"x": x, "mask": mask}, y)
@@ -303,7 +289,6 @@ def test_a_model_that_returns_its_loss_second_is_told_to_return_it_first() -> No
             logits = super().forward(x)
             return logits, F.cross_entropy(logits, y)
 
-    net = Second(6, 5)
-    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), None, OPTIMIZERS["SGD"](net.parameters()))
+    step = Pair(CPUS, "SGD", make=lambda: Second(6, 5), loss=None).step
     with pytest.raises(LossError, match=r"one number, got shape \(12, 5\). Return it first, or as \{'loss': ...\}"):
         step(*next(batches(1)))

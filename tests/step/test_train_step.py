@@ -270,34 +270,33 @@ def test_a_loss_that_is_not_reduced_is_no_number_of_one_row_each(devices: Device
         pair.step(*next(batches(1, (2,), ignore=False)))
 
 
+class Two(nn.Module):
+    """Takes a dict, and returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, pair: dict[str, Tensor], *, scale: float) -> dict[str, Tensor]:
+        return {"a": self.net(pair["a"]) * scale, "b": self.net(pair["b"])}
+
+
+def loss_of_two(out: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(out["a"], y["a"]) + F.cross_entropy(out["b"], y["b"])
+
+
 def test_nested_batches_and_sharded_targets(devices: Devices) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, pair: dict[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-            return {"a": self.net(pair["a"]) * scale, "b": self.net(pair["b"])}
-
-    used = devices(2)
-    ours, plain = Two().to(used[0]), Two().to(used[0])
-
-    def loss(out: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(out["a"], y["a"]) + F.cross_entropy(out["b"], y["b"])
-
-    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), loss, torch.optim.SGD(ours.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for x, y in batches(4):
-        pair = {"a": x.to(used[0]), "b": x.to(used[0]) + 1}
+    pair = Pair(devices(2), "SGD", make=Two, loss=loss_of_two)
+    for x, y in pair.data(4):
+        both = {"a": x, "b": x + 1}
         # The loss puts targets from the CPU where the output is.
-        got = step((pair,), {"a": y, "b": y}, scale=2.0)
-        optimizer.zero_grad()
-        on = y.to(used[0])
-        expected = loss(plain(pair, scale=2.0), {"a": on, "b": on})
+        found = pair.step((both,), {"a": y.cpu(), "b": y.cpu()}, scale=2.0)
+        pair.reference.zero_grad()
+        expected = loss_of_two(pair.plain(both, scale=2.0), {"a": y, "b": y})
         expected.backward()
-        optimizer.step()
-        assert got.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert_close(ours, plain)
+        pair.reference.step()
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    pair.check()
 
 
 def test_a_bare_module_runs_on_every_device() -> None:

@@ -105,18 +105,6 @@ def all_gather(buffers: Sequence[Tensor]) -> None:
         broadcast(column[own], (*column[:own], *column[own + 1 :]))
 
 
-def scatter(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy the chunks of one buffer to their devices."""
-    for chunk, target in zip(source.chunk(len(targets)), targets):
-        fill(target, chunk)
-
-
-def gather(sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy chunks from their devices into one buffer; the reverse of ``scatter``."""
-    for chunk, source in zip(target.chunk(len(sources)), sources):
-        fill(chunk, source)
-
-
 def _takes_nccl(buffers: Sequence[Tensor]) -> bool:
     """Tell whether NCCL is to move these: between two GPUs, a copy is as fast."""
     return len(buffers) > 2 and nccl.can_serve(buffers) and trusted_peers(b.device for b in buffers)

@@ -327,8 +327,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
         outputs = self.parallel_apply(calls, args, kwargs_of)
-        if call is not None:
-            note_writes(call)
+        note_writes(self._lock.reused)
         self._average_buffers(modules, call)
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
@@ -380,6 +379,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         call = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
         if not is_ours and (own := self._positions_of(devices)):
             call.positions = tuple(own[p] for p in call.positions)
+        self._lock.reused = call.reused if self._lock.is_inside() else ()  # an override may return other lists
         is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
         if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
             weigh_shares(call, self.weight_rule, self.module, self.replica_devices[0])

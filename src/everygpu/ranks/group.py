@@ -203,6 +203,38 @@ def join() -> Group | None:
     membership = find_membership()
     if membership is None:
         return None
+    _make_world(membership)
+    joined, world = _Joined.of_this_process(), dist.group.WORLD
+    if joined.group is None or joined.world is not world:
+        # A user's group may be NCCL's alone.
+        control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
+        joined.group, joined.world = Group(membership, control), world
+        for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
+            logger.removeFilter(old)
+        logger.addFilter(OncePerRun(membership.rank))
+    return joined.group
+
+
+def join_alone() -> Group | None:
+    """Return the group of a process that was started as the only rank; None for one that was started without ranks.
+
+    Others needn't know of it: to them, one process alone has no group.
+    """
+    if "RANK" not in os.environ and not dist.is_initialized():
+        return None
+    membership = Membership(0, 1, 0, 1)
+    _make_world(membership)
+    world: Any = dist.group.WORLD
+    return Group(membership, world)
+
+
+def joined() -> Group | None:
+    """Return the process group of this run if ``join`` has made it; not every rank has to call this."""
+    return _Joined.of_this_process().group if dist.is_available() and dist.is_initialized() else None
+
+
+def _make_world(membership: Membership) -> None:
+    """Make torch's process group from the environment, if there is none."""
     if not dist.is_initialized():
         try:
             # Unlike init_method="env://", it gives each try of torchrun keys of its own, where the store is that of its
@@ -217,20 +249,6 @@ def join() -> Group | None:
             ) from error
         # At exit, also in processes of multiprocessing, where ``atexit`` calls nothing.
         Finalize(None, _leave, exitpriority=0)
-    joined, world = _Joined.of_this_process(), dist.group.WORLD
-    if joined.group is None or joined.world is not world:
-        # A user's group may be NCCL's alone.
-        control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
-        joined.group, joined.world = Group(membership, control), world
-        for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
-            logger.removeFilter(old)
-        logger.addFilter(OncePerRun(membership.rank))
-    return joined.group
-
-
-def joined() -> Group | None:
-    """Return the process group of this run if ``join`` has made it; not every rank has to call this."""
-    return _Joined.of_this_process().group if dist.is_available() and dist.is_initialized() else None
 
 
 def _backend() -> str:

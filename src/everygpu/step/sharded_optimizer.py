@@ -1,5 +1,6 @@
 """A stock optimizer whose work and state are spread over the devices."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
+from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
 from everygpu.step.parameter_checks import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
@@ -209,8 +211,8 @@ class ShardedOptimizer(Optimizer):
     def _own_shards(self) -> "_ChunkShards":
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         shards = self._shards
-        if not isinstance(shards, _ChunkShards) or not shards.memory.fits(params):
-            shards = _ChunkShards(self.module, _ChunkMemory(params, self.devices, self.bucket_cap_mb))
+        if not isinstance(shards, _ChunkShards) or not shards.fits(params):
+            shards = _ChunkShards(self.module, params, self.devices, self.bucket_cap_mb)
             self.attach(params, shards)
         return shards
 
@@ -277,6 +279,11 @@ def _check(optimizer: Any) -> None:
             f"ShardedOptimizer: the optimizer must be one of {names}, not differentiable, got "
             f"{type(optimizer).__qualname__}. Use it as it is: on the primary device."
         )
+    if any(map(is_shard, all_params(optimizer))):
+        raise OptimizerError(
+            "ShardedOptimizer: the parameters are shared out over ranks, and their states with them. Use the stock "
+            "optimizer."
+        )
     if any(p.layout != torch.strided or p.is_quantized for p in all_params(optimizer)):
         raise OptimizerError("ShardedOptimizer: parameters must be dense, got a sparse one. Use the stock optimizer.")
 
@@ -296,63 +303,59 @@ def _release(optimizer: Optimizer) -> None:
         owner.release()
 
 
-class _ChunkMemory:
-    """Each device's chunks, where parameters and gradients are on the primary device."""
+class _ChunkShards(Shards):
+    """Shards in chunks of each device's own, where parameters and gradients are on the primary device."""
 
-    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[Tensor],
+        devices: Sequence[torch.device],
+        bucket_cap_mb: float | None,
+    ) -> None:
         check_memory(params)
-        self.params = list(params)
-        self._known = [_shape_of(p) for p in params]
-        self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
-        self.values = [[plan.make_chunk(d) for d in devices] for plan in self.plans]
-        self.grads = [[plan.make_chunk(d) for d in devices] for plan in self.plans]
+        self._shapes = [_shape_of(p) for p in params]
+        plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
+        values, grads = ([[plan.make_chunk(d) for d in devices] for plan in plans] for _ in range(2))
+        super().__init__(optimizer, params, plans, values, grads)
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, of the same shapes and dtypes."""
-        return len(params) == len(self.params) and all(
-            p is mine and _shape_of(p) == known for p, mine, known in zip(params, self.params, self._known)
-        )
-
-    def load(self, tensors: Sequence[Tensor | None], chunks: Sequence[Sequence[Tensor]]) -> None:
-        found = dict(enumerate(tensors))
-        for plan, targets in zip(self.plans, chunks):
-            home = self.params[plan.slots[0].index].device
-            comm.scatter(plan.flatten(found, home), targets)
-
-    def store(self) -> None:
-        """Copy the chunks' values to the parameters."""
-        for plan, sources in zip(self.plans, self.values):
-            members = [self.params[slot.index] for slot in plan.slots]
-            flat = torch.empty(plan.numel, dtype=plan.dtype, device=members[0].device)
-            comm.gather(sources, flat)
-            foreach_copy_(members, plan.views(flat))
-
-
-class _ChunkShards(Shards):
-    """Shards whose memory is the devices' own chunks."""
-
-    def __init__(self, optimizer: Optimizer, memory: _ChunkMemory) -> None:
-        super().__init__(optimizer, memory.params, memory.plans, memory.values, memory.grads)
-        self.memory = memory
+        is_same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
+        return is_same and list(map(_shape_of, params)) == self._shapes
 
     def step_alone(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Update the parameters from their gradients, both on the primary device."""
-        memory = self.memory
-        grads = [p.grad for p in memory.params]
+        grads = [p.grad for p in self.params]
         for index, grad in enumerate(grads):
             if grad is not None and grad.layout != torch.strided:
                 raise OptimizerError(
                     f"ShardedOptimizer: gradients must be dense, got a sparse one for parameter {index} of shape "
-                    f"{tuple(memory.params[index].shape)}. Use the stock optimizer, or sparse=False."
+                    f"{tuple(self.params[index].shape)}. Use the stock optimizer, or sparse=False."
                 )
-        memory.load(memory.params, memory.values)
-        memory.load(grads, memory.grads)
+        self._load(self.params, self._values)
+        self._load(grads, self._grads)
         try:
             touched = {i for i, g in enumerate(grads) if g is not None}
             self.prepare(options, touched)
             self.step(touched)
         finally:  # as the stock optimizer, interrupted, leaves what it has done
-            memory.store()
+            self._store()
+
+    def _load(self, tensors: Sequence[Tensor | None], chunks: Sequence[Sequence[Tensor]]) -> None:
+        found = dict(enumerate(tensors))
+        for plan, targets in zip(self._plans, chunks):
+            flat = plan.flatten(found, self.params[plan.slots[0].index].device)
+            for target, chunk in zip(targets, flat.chunk(len(targets))):
+                comm.fill(target, chunk)
+
+    def _store(self) -> None:
+        for plan, sources in zip(self._plans, self._values):
+            members = [self.params[slot.index] for slot in plan.slots]
+            flat = torch.empty(plan.numel, dtype=plan.dtype, device=members[0].device)
+            for source, chunk in zip(sources, flat.chunk(len(sources))):
+                comm.fill(chunk, source)
+            foreach_copy_(members, plan.views(flat))
 
 
 def _shape_of(p: Tensor) -> tuple[Any, ...]:

@@ -284,22 +284,6 @@ def test_one_tensor_given_twice_stays_one():
     assert not whole_graph.holds((x, x.clone()), {})
 
 
-def test_a_miss_traces_nothing(proven, monkeypatch):
-    module, whole_graph, x = proven
-    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph._inspect", None)
-    module.eval()
-    assert not whole_graph.holds((x,), {})
-    module.train()
-    assert whole_graph.holds((x,), {})
-
-
-def test_without_a_proof_nothing_holds():
-    whole_graph, x = WholeGraph(nn.LazyLinear(4)), torch.ones(3, 4)
-    assert not whole_graph.holds((x,), {})
-    assert whole_graph.prove((x,), {}) is not None
-    assert not whole_graph.holds((x,), {})
-
-
 def test_many_shapes_are_proven_without_reaching_a_limit():
     graphs = [WholeGraph(nn.Linear(4, 4)) for _ in range(12)]
     for rows, graph in enumerate(graphs, 2):

@@ -20,6 +20,7 @@ from tests.parallel.cuda_graphs.forwards import (
     NUM_STEPS,
     Devices,
     Net,
+    check,
     check_grads,
     fail,
     loss_of,
@@ -28,6 +29,7 @@ from tests.parallel.cuda_graphs.forwards import (
     recorded,
     train,
 )
+from tests.step.test_capture import Moving
 
 
 class Holder:
@@ -333,3 +335,15 @@ def test_an_output_that_others_were_computed_from(recording: Devices, uses_both:
     assert recorder is not None
     assert recorder.capture._num_attempts <= 2
     assert recorder.capture._num_launches > 2 * NUM_STEPS
+
+
+def test_forwards_that_move_their_weights(recording: Devices) -> None:
+    """As a recurrent layer's ``flatten_parameters`` does on GPUs."""
+
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for _ in range(6):
+            for rows in (4, 5, 12):
+                train(model, optimizer, found, num=1, rows=rows)
+        assert num_recordings(model) == (3 if model.engine == "graphs" else 0)
+
+    check(recording, scenario, make=Moving)

@@ -1,7 +1,6 @@
 """Replicas of a recording see the parameters of the step, whatever the forward does with them."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parallel.cuda_graphs import training
-from tests.parallel.cuda_graphs.training import Negate
-
-Devices = Callable[[int], list[torch.device]]
+import everygpu
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices
+from tests.parallel.cuda_graphs.recurrent import loss_of, make_tokens
 
 TINY = 1e-9
 """A group for each parameter."""
@@ -44,6 +42,18 @@ class Net(nn.Module):
         h = h + copy.deepcopy(self.layers[1])(h).detach()
         penalty = sum(p.square().mean() for p in self.parameters())
         return F.linear(h, self.embedding.weight) + penalty
+
+
+class Negate(torch.autograd.Function):
+    """Is given its inputs past torch's functions: autograd connects it to what stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
 
 
 class Custom(Net):
@@ -90,21 +100,32 @@ class Keeping(Net):
         return super().forward(ids)
 
 
-def loss_of(logits: Any, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
-
-
 def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) -> tuple[Any, list[Tensor]]:
-    make_optimizer = functools.partial(torch.optim.SGD, lr=0.02)
-    options = {"engine": engine, "bucket_cap_mb": TINY}
-    return training.train(make, used, loss_of, make_optimizer, shape=(6, 5), vocabulary=12, **options)
+    """Train to tell each token's next; return the model, and the losses."""
+    torch.manual_seed(0)
+    net = make().to(used[0])
+    model = everygpu.DataParallel(net, used, engine=engine, bucket_cap_mb=TINY)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for ids, following in make_tokens(NUM_STEPS):
+        loss = loss_of(model(ids), following)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return model, losses
+
+
+def compare(ours: tuple[Any, list[Tensor]], plain: tuple[Any, list[Tensor]]) -> None:
+    torch.testing.assert_close(ours[1], plain[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[0].state_dict(), plain[0].state_dict(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("make", [Net, Custom, Hidden, Keeping, Writing, WritingUncounted])
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
     used = recording(3)
     plain, ours = train(make, used, "threads"), train(make, used, "graphs")
-    training.compare(ours, plain)
+    compare(ours, plain)
     assert len(ours[0]._engine.recorder.capture._recordings) == 1
     assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
     KEPT.clear()
@@ -115,7 +136,7 @@ def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None
         return nn.Sequential(nn.Embedding(40, 8, max_norm=0.5), nn.Linear(8, 12))
 
     used = recording(2)
-    training.compare(train(make, used, "graphs"), train(make, used, "threads"))
+    compare(train(make, used, "graphs"), train(make, used, "threads"))
 
 
 def test_replicas_are_as_before(recording: Devices) -> None:

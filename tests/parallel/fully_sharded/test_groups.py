@@ -49,7 +49,7 @@ def parametrized():
 @pytest.mark.parametrize(
     ("make", "blocks", "others"),
     [
-        (Net, ["blocks.0", "blocks.1", "blocks.2"], ["embedding", "head"]),
+        (Net, ["blocks.0", "blocks.1", "blocks.2"], []),
         (lambda: Net(tied=True), ["blocks.0", "blocks.1", "blocks.2"], []),
         (ResNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2"], ["fc"]),
         (Unlisted, [], ["encoder", "decoder"]),

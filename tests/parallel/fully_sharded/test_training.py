@@ -27,6 +27,7 @@ CASES = {
             }.items(),
         )
     },
+    "synced": Case(make=partial(Net, synced=True), optimizer=sgd, clip=0.1),
     "even rows": Case(rows=(2, 2, 2, 2)),
     "a rank without rows": Case(rows=(3, 0, 2, 1), clip=0.1),
     "recomputed": Case(options={"checkpoint_activations": "blocks"}),
@@ -36,7 +37,7 @@ CASES = {
 }
 CLOSE = {"bf16": {"rtol": 0.05, "atol": 0.005}}
 FEW = [name for name in CASES if name.startswith("parameters") or "," not in name] + ["optimizer, AdamW, accumulated"]
-FEW_STEPS = ["parameters, tied", "gradients, AdamW, accumulated", "a rank without rows", "bf16"]
+FEW_STEPS = ["parameters, tied", "synced", "gradients, AdamW, accumulated", "a rank without rows", "bf16"]
 STEPS = [name for name in CASES if name != "compiled"]
 
 

@@ -13,7 +13,16 @@ import everygpu
 from everygpu.errors import CallError, CopyError, ModuleError, OptimizerError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
 from everygpu.ranks.group import join
-from tests.parallel.fully_sharded.training import VOCABULARY, Net, batch, whole_state
+from tests.parallel.fully_sharded.training import (
+    VOCABULARY,
+    Case,
+    Net,
+    batch,
+    step_on_ranks,
+    train_alone,
+    train_on_ranks,
+    whole_state,
+)
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -109,21 +118,27 @@ def parameters_on_the_meta_device():
     assert model.other.kept.tolist() == [1, 1]
     model.load_state_dict({key: torch.full_like(value, 2) for key, value in state.items()})
     assert all((value == 2).all() for value in whole_state(model).values())
-    return True
+    tied = meta(lambda: Net(tied=True))
+    tied.scale = torch.ones(2)
+    tied = share(tied)
+    assert tied.embedding.weight is tied.head.weight
+    assert not any(value.isnan().any() for value in whole_state(tied).values())
+    F.cross_entropy(tied(batch(0, 2)[0]), batch(0, 2)[1]).backward()
+    return is_shard(tied.head.weight.grad)
 
 
 class Past(Net):
     """Uses a weight of a block from outside of it."""
 
     def forward(self, ids):
-        return F.linear(super().forward(ids), self.embedding.weight.T)
+        return F.linear(self.embedding(ids).mean(1), self.blocks[0].up.weight)
 
 
 def blocks_called_past_forward():
     ids = batch(0, 2)[0]
     with pytest.raises(CallError, match="Pass wrap="):
         share(Past())(ids)
-    assert share(Past(), wrap=[type(Net().blocks[0])])(ids).shape == (2, 6)
+    assert share(Past(), wrap=[nn.LayerNorm])(ids).shape == (2, 7)
     return True
 
 
@@ -198,6 +213,10 @@ def an_error_in_forward():
     model = share(Net())
     with pytest.raises(IndexError):
         model(torch.full((2, 4), VOCABULARY))
+    handle = model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(0, 2)[0])
+    handle.remove()
     ids, y = batch(0, 2)
     F.cross_entropy(model(ids), y).backward()
     return model.head.weight.grad is not None
@@ -241,6 +260,28 @@ def check_all():
         except BaseException:
             found[check.__name__] = traceback.format_exc()
     return found
+
+
+def train_and_save_alone(folder):
+    """The script of many GPUs runs on one, and saves what any other loads."""
+    case = Case(clip=0.1)
+    losses, state = train_on_ranks(case, 0, 1)
+    steps, _ = step_on_ranks(case, 0, 1)
+    torch.manual_seed(1)
+    model = share(Net())
+    everygpu.save(folder / "alone", model=model)
+    net = Net()
+    everygpu.load(folder / "alone", model=net)
+    everygpu.load(folder / "alone", model=model)
+    torch.testing.assert_close(whole_state(model), dict(net.state_dict()), rtol=0, atol=0)
+    expected, end = train_alone(case, 1)
+    torch.testing.assert_close(state, dict(end))
+    torch.testing.assert_close(torch.tensor([losses, steps]), torch.tensor([expected] * 2))
+    return True
+
+
+def test_one_rank_is_a_rank(tmp_path):
+    assert run_ranks(train_and_save_alone, tmp_path, size=1, folder=tmp_path) == [True]
 
 
 def test_traps(tmp_path):

@@ -27,13 +27,15 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A transformer's shape: an embedding, blocks, a head, which may be tied; rows don't divide by ranks."""
 
-    def __init__(self, tied=False, frozen=False):
+    def __init__(self, tied=False, frozen=False, synced=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
+        if synced:
+            self.norm = everygpu.SyncBatchNorm(WIDTH)
         if tied:
             self.head.weight = self.embedding.weight
         if frozen:

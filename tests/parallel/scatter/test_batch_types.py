@@ -170,6 +170,12 @@ def test_what_cannot_be_registered(kind):
         register_batch(kind)
 
 
+@pytest.mark.parametrize("only", [{"split": Ragged.split}, {"join": Ragged.join}])
+def test_splitting_and_joining_belong_together(only):
+    with pytest.raises(OptionError, match="needs both split and join"):
+        register_batch(Node, **only)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()

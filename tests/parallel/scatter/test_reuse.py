@@ -34,6 +34,12 @@ class WritesInput(nn.Module):
         return x.add_(1) * self.weight
 
 
+class Listing(DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        args, more = super().scatter(inputs, kwargs, device_ids)
+        return list(args), list(more)
+
+
 def on(devices, x, sizes, dim=0):
     """Make a batch as the Feeder does: every shard with memory of its own."""
     parts = [p.clone().to(d) for p, d in zip(torch.split(x, sizes, dim), devices)]
@@ -136,11 +142,12 @@ class TestWriting:
         assert gather(x).sum() == 0
         assert gather(view).sum() == 0
 
-    def test_into_a_batch_that_a_graph_has_saved_is_torchs_error(self):
+    @pytest.mark.parametrize("kind", [DataParallel, Listing])
+    def test_into_a_batch_that_a_graph_has_saved_is_torchs_error(self, kind):
         x = on([CPU] * 2, torch.zeros(4), [2, 2])
         weight = torch.ones((), requires_grad=True)
         product = x * weight  # needs x in backward
-        DataParallel(WritesInput(), ["cpu"] * 2)(x)
+        kind(WritesInput(), ["cpu"] * 2)(x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
 

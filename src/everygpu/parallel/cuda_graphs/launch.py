@@ -2,9 +2,9 @@
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
 from everygpu.parallel.sharded.hooks import mark_recorded
 from everygpu.torch_private.autograd import are_batched
-
-if TYPE_CHECKING:
-    from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
 
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
@@ -87,6 +84,8 @@ class RecordedPass:
     call: Call
     slots: list[Tensor]
     """The tensors in the outputs, in order, then those in ``Opaque``s; they have the values of the last launch."""
+    num_plain: int
+    """How many are in no ``Opaque``."""
     differentiable: list[bool]
     """Which of them have gradients."""
     used: tuple[int, ...]
@@ -107,10 +106,10 @@ class RecordedPass:
 class Launch:
     """A forward that was launched. It goes backward once, from the outputs that were used in the steps before."""
 
-    def __init__(self, owner: "RecordedForward", recorded: RecordedPass) -> None:
+    def __init__(self, recorded: RecordedPass, refuse: Callable[[str], None]) -> None:
         self.recorded = recorded
         self.use = Use()
-        self._owner = owner
+        self._record_no_more = refuse
         self._versions = versions_of(recorded.watched)
         """How often what is watched had been written at the launch."""
 
@@ -119,7 +118,7 @@ class Launch:
         anchor, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
         if sum(self.recorded.differentiable) > len(devices):  # more than one output of each replica
             mark_recorded(anchor.grad_fn)
-        num_plain = sum(isinstance(x, Tensor) for _, x in tree.leaves(self.recorded.outputs, "out"))
+        num_plain = self.recorded.num_plain
         plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
 
         def renew(x: Any) -> Any:
@@ -163,7 +162,7 @@ class Launch:
         return totals
 
     def _refuse(self, reason: str) -> None:
-        self._owner.refuse(reason)
+        self._record_no_more(reason)
         raise CaptureError(
             f"DataParallel: the forward was launched from a recording, which goes backward once, from the outputs of "
             f"the steps before, but {reason}. Pass engine='threads'; this model runs so from now on."

@@ -196,6 +196,7 @@ class RecordedForward(Recordable[PerReplica]):
         if len(slots) not in self._used:
             raise CaptureError("no backward has gone through a batch of this size yet")
         used = tuple(i for i in sorted(self._used[len(slots)]) if slots[i].requires_grad)
+        num_plain = len(slots)
         slots += [t for x in leaves if isinstance(x, Opaque) for t in x.tensors]
         check_graph(slots, self.sync.params, prepared.leaves, self._module())
         begun = [slots[i] for i in used]
@@ -207,6 +208,7 @@ class RecordedForward(Recordable[PerReplica]):
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
             call=replace(call, args=(), kwargs=(), modules=()),
             slots=[t.detach() for t in slots],
+            num_plain=num_plain,
             differentiable=[t.requires_grad for t in slots],
             used=used,
             seeds=seeds,
@@ -221,7 +223,7 @@ class RecordedForward(Recordable[PerReplica]):
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
 
     def finish(self, recorded: RecordedPass) -> PerReplica:
-        launch = Launch(self, recorded)
+        launch = Launch(recorded, self.refuse)
         self._use = weakref.ref(launch.use)
         outputs, call = launch.run(self._devices), replace(recorded.call)
         if isinstance(call.weights, DeviceWeights):  # in the recording's memory

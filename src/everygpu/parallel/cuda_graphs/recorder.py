@@ -158,8 +158,8 @@ class Capture(Generic[Result]):
         """
         if self.reason is not None or is_capturing() or (is_observed() and not self._must) or not self._passes_guards():
             return None
-        leaves = leaves_of(batch)
         try:
+            leaves = leaves_of(batch)
             key = describe_batch(batch, self._route, leaves)
         except NotStatic as reason:
             if self._must or not self._kinds.has_recorded:

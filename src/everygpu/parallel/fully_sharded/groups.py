@@ -22,7 +22,7 @@ class Groups:
     blocks: tuple[nn.Module, ...]
     """Alike, as the layers of a transformer."""
     others: tuple[nn.Module, ...]
-    """Large ones beside them, as an embedding and the head."""
+    """Beside them, such as have a quarter of all parameters; or, where there are no blocks, whatever is large."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((*self.blocks, *self.others))
@@ -46,7 +46,8 @@ def find_groups(model: nn.Module, wrap: Sequence[type[nn.Module]] | None = None)
         blocks = [b for b in _blocks_in_lists(model) if num_parameters(b)]
         largest = max(map(num_parameters, blocks), default=0)
         blocks = [b for b in blocks if num_parameters(b) * _LEAST >= largest]
-        others = list(_large_children(model, set(blocks), largest // 2 or num_parameters(model) // _LEAST or 1))
+        total = num_parameters(model)
+        others = list(_large_children(model, set(blocks), total // (4 if blocks else _LEAST) or 1))
     blocks, others = list(dict.fromkeys(blocks)), list(dict.fromkeys(others))  # one may stand in a list many times
     shared = _shared_parameters(model, [*blocks, *others])
     blocks, others = ([m for m in part if not _has_any(m, shared)] for part in (blocks, others))

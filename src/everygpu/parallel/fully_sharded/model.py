@@ -48,7 +48,12 @@ class ShardedRankModel(RankModel):
         self._module = module
         self._old: OldParameters | None = old
         self._device = next(module.parameters()).device
-        self._tables = [m._buffers for m in module.modules() if m._buffers]
+        # Those that are saved: the others are constants, such as a rotary embedding's, and a broadcast takes time.
+        saved = module.state_dict().keys()
+        named = [
+            (f"{name}.{key}".lstrip("."), m._buffers, key) for name, m in module.named_modules() for key in m._buffers
+        ]
+        self._slots = [(table, key) for name, table, key in named if name in saved]
 
     def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
         """Return a forward's output; its gradients will be weighed by this rank's rows."""
@@ -59,11 +64,20 @@ class ShardedRankModel(RankModel):
         return super().forward(partial(self._call, function), module, inputs, kwargs)
 
     def _call(self, function: Callable[..., Any]) -> Any:
-        with explaining_parts():
-            output = function()
+        try:
+            with explaining_parts():
+                output = function()
+        except BaseException:
+            # Else the next forward gathers parameters without waiting for the optimizer. torch has it from 2.13 on.
+            with contextlib.suppress(RuntimeError):  # of a first forward that didn't get as far as the root's
+                getattr(self._module, "reset_iter_state", lambda: None)()
+            raise
         if not torch.is_grad_enabled():
             reshard(self._module)
         return output
+
+    def _later_weight(self, weight: float | Tensor) -> float | Tensor:
+        return 1.0  # as backward begins with gradients that are weighed
 
     def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
         """Return what makes gradients of an output come multiplied by this rank's weight over the mean of all."""
@@ -81,7 +95,8 @@ class ShardedRankModel(RankModel):
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training."""
         if module.training:
-            copy_from_first(self.group, [b for table in self._tables for b in table.values() if b is not None])
+            found = (table.get(key) for table, key in self._slots)
+            copy_from_first(self.group, [b for b in found if b is not None])
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from everygpu.errors import ModuleError, OptimizerError, OptionError, RankError
 from everygpu.keys import is_compiled
 from everygpu.parallel.fully_sharded.groups import Groups
-from everygpu.ranks.group import Group
+from everygpu.ranks.group import Group, join_alone
 
 LEVELS = ("parameters", "gradients", "optimizer")
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
@@ -78,6 +78,7 @@ def check_ranks(group: Group | None, sharding: Sharding, devices: Sequence[torch
         RankError: there are no ranks.
         OptionError: this rank has several devices.
     """
+    group = join_alone() if group is None else group
     if group is None:
         raise RankError(
             f"DataParallel: shard={sharding.level!r} shares the model out over processes, one a GPU, and this one is "
@@ -115,7 +116,7 @@ def check_tensors(module: nn.Module) -> None:
             if buffer.is_meta and name not in persistent:
                 _refuse(
                     f"buffer {stem}{name} is on the meta device and in no checkpoint, so nothing could fill it",
-                    f"Make {stem}{name} on the CPU before wrapping, and the parameters alone on the meta device",
+                    f"Make {path or 'the model'} again outside of torch.device('meta'), and put it in its place",
                 )
 
 

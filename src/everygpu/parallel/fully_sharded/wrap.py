@@ -81,14 +81,15 @@ def prepare_blocks(module: nn.Module, groups: Groups, sharding: Sharding) -> Non
 
     A model of ``transformers`` knows by itself how its caches go with that.
     """
-    enable: Any = getattr(module, "gradient_checkpointing_enable", None)
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the second up to transformers 5
+    enable: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     for block in groups.blocks:
         if sharding.checkpoints and enable is None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if sharding.compiles:
             block.forward = torch.compile(block.forward)
     if sharding.checkpoints and enable is not None:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable({"use_reentrant": False})
 
 
 def _tell(module: nn.Module, groups: Groups, size: int) -> None:

@@ -66,9 +66,13 @@ class RankModel:
             num_devices=self._num_devices,
         )
         weighed = self._begin_weighing(weight)
-        with forward_of(SpreadBatch(self.group, weight)):
+        with forward_of(SpreadBatch(self.group, self._later_weight(weight))):
             output = function()
         return weighed(output)
+
+    def _later_weight(self, weight: float | Tensor) -> float | Tensor:
+        """Return what gradients will be multiplied by after backward, beside other ranks'."""
+        return weight
 
     def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
         """Return what is called with a forward's output, and returns what gradients will come through."""

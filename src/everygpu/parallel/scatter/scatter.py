@@ -218,12 +218,12 @@ def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Te
     return uploads
 
 
-def note_writes(call: Call) -> None:
+def note_writes(reused: Sequence[tuple[ShardedBatch, list[int]]]) -> None:
     """Increment the version of batches that replicas wrote through reused shards.
 
     A graph that saved the batch then raises torch's usual error instead of computing a wrong gradient.
     """
-    for batch, versions in call.reused:
+    for batch, versions in reused:
         if versions_of(batch._parts) != versions:
             increment_version(batch)
 

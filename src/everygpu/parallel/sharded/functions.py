@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from everygpu.errors import GatherError, LossError
 from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, joined_values, parts_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
-from everygpu.parallel.sharded.hooks import register_hook, retain_grad
+from everygpu.parallel.sharded.hooks import watch_gradient
 from everygpu.parallel.sharded.layout import DeviceWeights, move, move_to_each
 from everygpu.parallel.sharded.rules import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
@@ -244,8 +244,7 @@ FUNCTIONS: dict[Any, Rule] = {
     Tensor.__format__: _formatted,
     Tensor.__deepcopy__: _deepcopied,
     Tensor.backward: _backward,
-    Tensor.register_hook: register_hook,
-    Tensor.retain_grad: retain_grad,
+    **dict.fromkeys((Tensor.register_hook, Tensor.retain_grad), watch_gradient),
     **dict.fromkeys(_named(Tensor, "item __float__ __int__"), _as_number),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), _reduce_rows),

@@ -27,24 +27,15 @@ def mark_recorded(node: Any) -> None:
     node.metadata[_RECORDED] = True
 
 
-def retain_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Retain the whole gradient, also that which another output passes on to this one inside the replicas."""
-    (x,) = args
+def watch_gradient(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``retain_grad`` has the whole gradient, also what another output passes on to this one inside the replicas.
+
+    Of ``register_hook`` a gradient that would pass the hook by is an error in backward.
+    """
     with without_torch_function():
-        func(x)
-        watch = _watch(x, func.__name__)
+        watch = _watch(args[0], func.__name__)
         if watch is not None:
-            watch.retains = True
-
-
-def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Register a hook; a gradient that would pass it by is an error in backward."""
-    x = args[0]
-    with without_torch_function():
-        if isinstance(x, ShardedBatch) and x.requires_grad:
-            watch = _watch(x, func.__name__)
-            if watch is not None:
-                watch.has_hooks = True
+            watch.wants.add(func.__name__)
         return func(*args, **kwargs)
 
 
@@ -63,7 +54,8 @@ class _Watch:
     """Compares, after each backward, the gradient that came to an output with those that came to its shards."""
 
     def __init__(self, x: ShardedBatch, node: Any, name: str) -> None:
-        self.retains = self.has_hooks = False
+        self.wants: set[str] = set()
+        """Functions that were called."""
         self._output = weakref.ref(x)  # which holds the node that holds this
         self._layout, self._dim, self._like = x._layout, x.shard_dim, [(p.shape, p.dtype, p.device) for p in x._parts]
         self._direct: Tensor | None = None
@@ -96,12 +88,12 @@ class _Watch:
         with torch.set_grad_enabled(keeps_graph), without_torch_function():
             own = [None] * len(self._like) if direct is None else shards_of(direct, self._layout, self._dim)
             more = {i: t if (d := own[i]) is None else t - d for i, t in totals.items() if not _is_same(t, own[i])}
-            if more and self.has_hooks:
+            if more and "register_hook" in self.wants:
                 raise CallError(
                     "register_hook: gradients reached this output inside the replicas, by way of another output, where "
                     "its hooks don't run. Register the hook inside forward, or call retain_grad() and read .grad."
                 )
-            if more and self.retains and x is not None:
+            if more and "retain_grad" in self.wants and x is not None:
                 zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self._like)
                 parts = [more.get(i, zero) for i, zero in enumerate(zeros)]
                 added = Join.apply(self._layout, self._dim, *parts)  # type: ignore[no-untyped-call]

@@ -50,9 +50,10 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> Any:
         layout = replace(layout, sizes=plan.sizes)
     # Once the joined tensor is current, only the shapes of the parts are.
     parts = [plan.func(p, *more) for p, more in zip(x._parts, plan.args)]
+    others = args[1:]  # a view holds no base, whose graph may hold the view
 
     def again(t: Tensor) -> Any:
-        return func(t, *args[1:], **kwargs)
+        return func(t, *others, **kwargs)
 
     if isinstance(parts[0], Tensor):
         return wrap_view(x, plan.places[0], parts, layout, plan.dim, again)
