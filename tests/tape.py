@@ -294,7 +294,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     monkeypatch.setattr("everygpu.step.flat_parameters.FlatParameters._differs", lambda flat_params, bucket: False)
     # On GPUs no frame of Python's is below the operation that fails.
     above = partial(filter, lambda frame: frame.filename != __file__)
-    monkeypatch.setattr("everygpu.step.recordable_step.innermost", lambda stack: innermost(above(stack)))
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.innermost", lambda stack: innermost(above(stack)))
     # oneDNN's LSTM returns what its backward needs only while gradients are recorded.
     monkeypatch.setattr("torch.backends.mkldnn.enabled", False)
     kernels = torch_kernels.Kernels(_install_streams(monkeypatch))

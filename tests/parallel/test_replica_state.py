@@ -368,9 +368,10 @@ class TestFrozen:
         with model.frozen():
             with torch.no_grad():
                 self.run(model, x)
-            for _ in range(2):
-                score(model(x)).backward()
-                score(bare(x)).backward()
+            for m in (model, bare):
+                m.first.weight.data.mul_(2)
+                for _ in range(2):
+                    score(m(x)).backward()
             with torch.no_grad():
                 torch.testing.assert_close(self.run(model, x), bare(x))
         assert_same_grads(model, bare)

@@ -1,17 +1,14 @@
 """A training step as a recording sees it."""
 
 import logging
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from everygpu.errors import CaptureError
-from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.cuda_graphs.guards import find_hooks, referents
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
@@ -103,8 +100,6 @@ class RecordableStep(Recordable[Tensor]):
         draw_seeds(self.roots(), self._step.model.replica_devices)
         try:
             recorded = graph.record(lambda: self._run(batch.read(), prepared))
-        except Exception as error:
-            raise _at_users_line(error) from error
         finally:
             self._strategy.flat_params.put_back()
         if recorded.update is not None:
@@ -159,15 +154,6 @@ class RecordableStep(Recordable[Tensor]):
         # A check before each update has to find what flipped in forward and backward, too.
         is_left = step._replica_check is not None and step._replica_check.every == 1
         return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
-
-
-def _at_users_line(error: Exception) -> Exception:
-    """Return an error that names the line of the user's code in which a recording failed, if it was in one."""
-    frame = innermost(traceback.extract_tb(error.__traceback__))
-    if frame is None or Path(frame.filename).is_relative_to(Path(torch.__file__).parent):
-        return error
-    message = (str(error).splitlines() or [""])[0]
-    return CaptureError(f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}: {type(error).__name__}: {message}")
 
 
 def _route_of(model: DataParallel) -> ScatterSpec:

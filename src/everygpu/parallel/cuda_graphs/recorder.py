@@ -1,16 +1,20 @@
 """When a step is recorded as a CUDA graph, and when the recording may be launched in its place."""
 
 import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CaptureError, SplitError
+from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
@@ -314,9 +318,7 @@ class Capture(Generic[Result]):
                 raise CaptureError("the batch is written to, and a recording has its own copy of it")
             return _Recording(batch=held, graph=graph, recorded=recorded, proof=proof)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
-            kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "
-            line = (str(error).splitlines() or [""])[0]
-            failure = f"{kind}{line.removeprefix('DataParallel: ').rstrip('.')}"
+            failure = _describe(error)
         if graph.has_replaced_generators:
             self._recordings.clear()
         # Once more, without the graph of autograd that the exception held.
@@ -341,3 +343,13 @@ class Capture(Generic[Result]):
                 f"Pass capture='auto' to run such steps as they are."
             )
         logger.log(self._level, "%s: steps run without CUDA graphs: %s.", self._name, reason)
+
+
+def _describe(error: Exception) -> str:
+    """Say why a recording failed, and at which line of the user's code, if it was in one."""
+    frame = innermost(traceback.extract_tb(error.__traceback__))
+    is_users = frame is not None and not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)
+    where = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}: " if frame is not None and is_users else ""
+    kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "
+    message = (str(error).splitlines() or [""])[0].removeprefix("DataParallel: ").rstrip(".")
+    return f"{where}{kind}{message}"
