@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from everygpu.ranks.group import see_off
+
 
 def main() -> None:
     torch.set_num_threads(1)
@@ -15,6 +17,7 @@ def main() -> None:
     result = getattr(importlib.import_module(module), name)(*args)
     Path(sys.argv[2]).write_bytes(pickle.dumps(result))
     if dist.is_initialized():
+        see_off()
         dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """What ranks say to each other."""
 
 import logging
+import time
 
 import pytest
 import torch
@@ -76,6 +77,19 @@ def test_an_incomplete_environment(environ):
     environ.setenv("WORLD_SIZE", "two")
     with pytest.raises(RankError, match="WORLD_SIZE must be a whole number"):
         find_membership()
+
+
+def read_late():
+    group = join()
+    if group.rank == 0:
+        group.leave_note("done", "yes")
+        return None
+    time.sleep(1)  # until rank 0 would have ended, and the store with its process
+    return group.read_note("done")
+
+
+def test_rank_0_stays_until_others_have_read_its_notes(tmp_path):
+    assert run_ranks(read_late, size=2, folder=tmp_path) == [None, "yes"]
 
 
 def train_on(x):

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 logger = logging.getLogger("everygpu")
 
 _POLL_S = 0.02
+_END_S = 10.0
+"""How long rank 0 waits for others at its end, which may have died."""
 
 
 class Group:
@@ -275,4 +277,18 @@ class _Joined:
 def _leave() -> None:
     """End the process group that ``join`` has made, as NCCL asks for; after an error others may be gone."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
+        see_off()
         dist.destroy_process_group()
+
+
+def see_off() -> None:
+    """Have rank 0 stay until the others end, where its process has the store: they may have notes of its to read."""
+    group = joined()
+    if group is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has the store
+        return
+    with suppress(RankError):
+        if group.rank:
+            group.leave_note(f"rank {group.rank} ends", "")
+        else:
+            for rank in range(1, group.size):
+                group.read_note(f"rank {rank} ends", _END_S)

@@ -93,6 +93,6 @@ def test_sharded_optimizer_with_a_bucket_for_each_parameter() -> None:
             optimizer.zero_grad()
             F.mse_loss(net(x), y).backward()
             optimizer.step()
-    assert len(sharded._shards.memory.plans) == 4
+    assert len(sharded._shards._plans) == 4
     torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
     assert copy.deepcopy(sharded).bucket_cap_mb == TINY
