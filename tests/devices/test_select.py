@@ -170,6 +170,7 @@ def test_without_accelerator_nothing_asked_is_the_cpu_and_anything_else_an_error
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_devices():
     chosen = select_devices(min_free_memory="1GiB")
     assert sorted(device.index for device in chosen) == list(range(torch.cuda.device_count()))

@@ -248,15 +248,16 @@ def test_what_a_loss_refers_to_is_seen() -> None:
     assert referents(nn.MSELoss()) == ()
 
 
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], lambda p: torch.optim.NAdam(p, lr=0.01)], ids=["AdamW", "NAdam"])
 @pytest.mark.parametrize("capture", [False, "auto"])
-def test_with_a_default_device(recording: Devices, capture: Any) -> None:
-    """Kernels find their tables where these are made, not where the caller would have tensors."""
+def test_with_a_default_device(recording: Devices, capture: Any, make: Any) -> None:
+    """Tables and states are where they are read, not where the caller would have tensors."""
     used = recording(2)
     data = batches(8, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=capture)
+    plain, _ = train(nets[0], used, data, make, capture=capture)
     with torch.device("meta" if used[0].type == "cpu" else used[0]):
-        made, step = train(nets[1], used, data, OPTIMIZERS["AdamW"], capture=capture)
+        made, step = train(nets[1], used, data, make, capture=capture)
     assert capture is False or num_recordings(step) == 1
     torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-6)
     assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ optimizer of the stock one's own class: each element is updated by torch's own c
 
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,7 +201,7 @@ class Shards:
             # Where fused optimizers look for them.
             optimizer.found_inf = None if found_inf is None else found_inf[rank]  # type: ignore[attr-defined]
             optimizer.grad_scale = None if grad_scales is None else grad_scales[rank]  # type: ignore[attr-defined]
-            with queueing_on(device):
+            with queueing_on(device), _own_default(device):
                 optimizer.step()
             for f in fragments if grads is not None else ():
                 f.param.grad = None  # or a recording's memory would be held
@@ -361,6 +362,11 @@ class Shards:
             whole[name] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=home)
         memory = whole[name].as_strided((slot.numel,), (1,))
         comm.fill(memory.narrow(0, piece.offset, piece.numel), f.part(value, piece))
+
+
+def _own_default(device: torch.device) -> AbstractContextManager[Any]:
+    """Have numbers that torch's optimizers make be with their parameter, not on the caller's default GPU."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else device
 
 
 def _span(flat: Tensor, pieces: Sequence[Piece], start: int = 0) -> Tensor:
