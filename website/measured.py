@@ -32,20 +32,28 @@ TITLES = {
     "costs": "What safety costs",
     "ranks": "A process for each GPU",
     "one-gpu": "One GPU, models that nobody tuned for",
+    "sharded": "Models larger than one GPU",
 }
 """The sections of the page, in this order; what other files have is cited nowhere."""
 
 WORKLOADS = {
     "bert": "BERT, 40 lengths",
+    "bert_8": "BERT, 8 batches",
     "bert_12": "BERT, 12 lengths",
     "convnext_t": "ConvNeXt-T",
     "convnext_t128": "ConvNeXt-T, 32 rows of 128 px",
+    "deberta_v2": "DeBERTa-v2, 8 layers",
+    "diffusion": "diffusion, 24 convolutions",
     "dlrm": "DLRM",
+    "efficientnet_v2_s": "EfficientNetV2-S, 128 px",
+    "gemma2": "Gemma 2, 8 layers",
     "gpt2": "GPT-2 124M",
+    "gpt2_8k": "GPT-2 124M, 8 x 1,024",
     "gpt2_checkpointed": "GPT-2 124M, checkpointed",
     "gpt2_compiled": "GPT-2 124M, compiled",
     "llama": "Llama 230M",
     "lstm": "LSTM",
+    "mlp": "MLP of 27 layers",
     "moe": "mixture of experts",
     "resnet18": "ResNet-18, 32 px",
     "qwen2": "Qwen2, 12 layers",
@@ -73,6 +81,9 @@ ROWS = {
     "save_to_torch": "everygpu.save / torch.save, which does not sync",
     "load_to_torch": "everygpu.load / torch.load",
     "background_call_to_save": "a call to save in the background / a synchronous save",
+    "fsdp_to_fsdp2": "speed, beside FSDP2 by hand",
+    "held_bytes": "held between steps",
+    "peak_bytes": "most",
     "memory_of_a_save": "memory of a save beside the state",
     "memory_of_a_background_save": "memory of a background save",
 }
