@@ -37,7 +37,9 @@ def what_loads(directory: Path) -> int:
     return version_of(model.state_dict())
 
 
-@pytest.mark.parametrize("next_step", [2, 1], ids=["the next step", "the same step"])
+@pytest.mark.parametrize(
+    "next_step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the next step", "the same step"]
+)
 def test_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
     boundaries = kill_at_every_boundary(
         lambda boundary: save(tmp_path / str(boundary), next_step, version=2),
