@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -60,6 +61,23 @@ def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
     while is_alive(note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(note.read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(tmp_path, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self.pid)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # handlers run by now
+
+    monkeypatch.setattr("everygpu.bench.timing.subprocess.Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_command(python("import time; time.sleep(600)"), 60)
+    assert not is_alive(started[0])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")

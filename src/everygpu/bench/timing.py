@@ -41,7 +41,10 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
     process: subprocess.Popen[str] | None = None
     with _heeding_sigterm():
         try:
-            process = subprocess.Popen(command, **pipes, start_new_session=True)
+            with _held_signals() as held:  # raised in the midst of a start, they would leave the process behind
+                process = subprocess.Popen(command, **pipes, start_new_session=True)
+            for number in held:
+                signal.raise_signal(number)
             out, error = process.communicate(timeout=timeout)
         except BaseException as cause:  # a session of its own doesn't hear of Ctrl-C
             if process is not None:
@@ -56,6 +59,18 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
         return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
     row: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return row
+
+
+@contextmanager
+def _held_signals() -> Iterator[list[int]]:
+    """Give a list of the signals that come within, in place of what they do."""
+    held: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: held.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield held
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
