@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from everygpu.ranks.group import see_off
+from everygpu.ranks.group import leave
 
 
 def main() -> None:
@@ -16,9 +15,7 @@ def main() -> None:
     module, name, args = pickle.loads(bytes.fromhex(sys.argv[1]))
     result = getattr(importlib.import_module(module), name)(*args)
     Path(sys.argv[2]).write_bytes(pickle.dumps(result))
-    if dist.is_initialized():
-        see_off()
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def _make_world(membership: Membership) -> None:
                 f"script by torchrun, make the process group first, or unset RANK."
             ) from error
         # At exit, also in processes of multiprocessing, where ``atexit`` calls nothing.
-        Finalize(None, _leave, exitpriority=0)
+        Finalize(None, leave, exitpriority=0)
 
 
 def _backend() -> str:
@@ -274,14 +274,14 @@ class _Joined:
         return _Joined()
 
 
-def _leave() -> None:
+def leave() -> None:
     """End the process group that ``join`` has made, as NCCL asks for; after an error others may be gone."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
-        see_off()
+        _see_off()
         dist.destroy_process_group()
 
 
-def see_off() -> None:
+def _see_off() -> None:
     """Have rank 0 stay until the others end, where its process has the store: they may have notes of its to read."""
     group = joined()
     if group is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has the store

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from everygpu.errors import DeviceError, OptionError, RankError
-from everygpu.ranks.group import see_off
+from everygpu.ranks.group import leave
 
 T = TypeVar("T")
 
@@ -94,9 +94,7 @@ def _run(rank: int, call: bytes, size: int, port: int, folder: str) -> None:
     function, args = pickle.loads(call)
     result = function(*args)
     Path(folder, str(rank)).write_bytes(cloudpickle.dumps(result))
-    if dist.is_initialized():
-        see_off()
-        dist.destroy_process_group()
+    leave()
 
 
 def _free_port() -> int:

@@ -19,7 +19,6 @@ from everygpu.parallel.ranks.model import RankModel
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.batch_weight import Weight
 from everygpu.ranks.group import Group
-from everygpu.ranks.spread_batch import SpreadBatch, forward_of
 
 _SMALL = 2**16
 """Outputs of so many elements are copied, so that ``loss /= 2`` may write to them."""
@@ -136,15 +135,8 @@ class ShardedRankModel(RankModel):
             found = (table.get(key) for table, key in self._slots)
             copy_from_first(self.group, [b for b in found if b is not None])
 
-    @contextlib.contextmanager
-    def apart(self, module: nn.Module) -> Iterator[None]:
-        """Leave weighing and buffers to the caller within."""
-        before, self._is_apart = self._is_apart, True
-        try:
-            with forward_of(SpreadBatch(self.group, 1.0)):
-                yield
-        finally:
-            self._is_apart = before
+    def _stand_aside(self, module: nn.Module) -> None:
+        """Nothing: FSDP2 takes the gradients, whoever weighs them."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -108,17 +108,21 @@ class RankModel:
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
         """Leave gradients and buffers to the caller within, which weighs them by itself."""
-        self._gradients = None
-        if torch.is_grad_enabled():
-            self._look_at(module)
-            check_hooks(self._params)
-            self.group.last_forward = None
+        self._stand_aside(module)
         before, self._is_apart = self._is_apart, True
         try:
             with forward_of(SpreadBatch(self.group, 1.0)):
                 yield
         finally:
             self._is_apart = before
+
+    def _stand_aside(self, module: nn.Module) -> None:
+        """Add up no gradients of the next backward."""
+        self._gradients = None
+        if torch.is_grad_enabled():
+            self._look_at(module)
+            check_hooks(self._params)
+            self.group.last_forward = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
