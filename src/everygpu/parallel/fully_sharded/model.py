@@ -14,7 +14,7 @@ from everygpu import tree
 from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
 from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
-from everygpu.parallel.ranks.gradients import check_hooks
+from everygpu.parallel.ranks.gradients import Share, check_hooks
 from everygpu.parallel.ranks.model import RankModel
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.batch_weight import Weight
@@ -113,8 +113,8 @@ class ShardedRankModel(RankModel):
             weights = wait()
             if all(w == weights[0] for w in weights):  # nan, of a weight on the device, is never equal
                 return output
-            share = _Share(self.group, weight, self._device)
-            return tree.map_leaves(lambda leaf: _weigh(leaf, share), output)
+            share = Share(self.group, [weight], self._device)
+            return tree.map_leaves(lambda leaf: _weigh(leaf, share, self.group.size), output)
 
         return weigh
 
@@ -164,37 +164,20 @@ def is_shared_out(wrapper: Any) -> bool:
     return isinstance(wrapper.rank_model, ShardedRankModel)
 
 
-class _Share:
-    """This rank's weight over the mean of all ranks' weights, computed on the device."""
-
-    def __init__(self, group: Group, weight: float | Tensor, device: torch.device) -> None:
-        self._size = group.size
-        self._own = torch.zeros((), dtype=torch.float64, device=device).add_(weight)
-        self._total = self._own.clone()
-        self._wait = group.all_reduce(self._total)
-        self._value: Tensor | None = None
-
-    def scale(self, grad: Tensor) -> Tensor:
-        """Multiply a gradient; that of a rank without rows, whose mean is nan, becomes zero."""
-        if self._value is None:
-            self._wait()
-            self._value = self._own / self._total * self._size
-        return torch.where(self._value == 0, 0, grad * self._value.to(grad.dtype))
-
-
 class _Weigh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: _Share) -> Tensor:
-        ctx.share = share
+    def forward(ctx: Any, x: Tensor, share: Share, size: int) -> Tensor:
+        ctx.share, ctx.size = share, size
         return x.clone() if x.numel() <= _SMALL else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.share.scale(grads[0]), None
+        factor = ctx.share.value() * ctx.size
+        return torch.where(factor == 0, 0, grads[0] * factor.to(grads[0].dtype)), None, None
 
 
-def _weigh(leaf: Any, share: _Share) -> Any:
+def _weigh(leaf: Any, share: Share, size: int) -> Any:
     # What other objects hold, as a cache of keys and values, FSDP2 can't see: no gradient goes through it from outside.
     if isinstance(leaf, Tensor) and leaf.requires_grad:
-        return _Weigh.apply(leaf, share)  # type: ignore[no-untyped-call]
+        return _Weigh.apply(leaf, share, size)  # type: ignore[no-untyped-call]
     return leaf

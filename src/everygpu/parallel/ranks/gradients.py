@@ -63,7 +63,7 @@ class RankGradients:
     def _clear(self) -> None:
         self._reached: dict[int, Weight] = {}
         """Weights of the forwards whose outputs the backward that is running has come to."""
-        self._share: _Share | None = None
+        self._share: Share | None = None
         self._left = self._buckets[::-1]
         for bucket in self._buckets:
             bucket.clear()
@@ -116,7 +116,7 @@ class RankGradients:
             while self._left and self._left[-1].is_ready:
                 self._left.pop().send(self._group, share)
 
-    def _begin(self, device: torch.device) -> "_Share | None":
+    def _begin(self, device: torch.device) -> "Share | None":
         """Begin with the first gradient; None where it is not to be added up now."""
         if not self._reached:
             is_other = self._group.last_forward is None or self._group.last_forward() is not self
@@ -129,7 +129,7 @@ class RankGradients:
         # Parameters wait for all forwards that use them, so these have been reached by now.
         weights = [*self._held, *(self._reached.values() or [self._last])]
         self._held = []
-        self._share = _Share(self._group, weights, device)
+        self._share = Share(self._group, weights, device)
         return self._share
 
     @torch.no_grad()
@@ -144,8 +144,8 @@ class RankGradients:
         self._clear()
 
 
-class _Share:
-    """This rank's share in the mean: its weight by all ranks'."""
+class Share:
+    """This rank's share in the mean: its weight by all ranks', on the device."""
 
     def __init__(self, group: Group, weights: Sequence[Weight], device: torch.device) -> None:
         counted = sum(w for w in weights if not isinstance(w, Tensor))
@@ -158,13 +158,17 @@ class _Share:
         self._wait: Callable[[], None] | None = group.all_reduce(self._total)
         self._value = self._own
 
-    def scale_(self, grad: Tensor) -> None:
-        """Multiply a gradient by the share; that of a rank without rows, whose mean is nan, becomes zero."""
+    def value(self) -> Tensor:
+        """Return it, shape (), once all ranks' weights are added up."""
         if self._wait is not None:
             self._wait()
             self._wait = None
             self._value = self._own / self._total
-        grad.mul_(self._value)
+        return self._value
+
+    def scale_(self, grad: Tensor) -> None:
+        """Multiply a gradient by the share; that of a rank without rows, whose mean is nan, becomes zero."""
+        grad.mul_(self.value())
         if self._may_be_zero:
             grad.masked_fill_(self._value == 0, 0)
 
@@ -206,7 +210,7 @@ class Bucket:
         self._taken.add(id(p))
         return self.is_ready
 
-    def send(self, group: Group, share: _Share | None = None) -> None:
+    def send(self, group: Group, share: Share | None = None) -> None:
         """Begin to add the gradients up, those of all ranks multiplied by their shares."""
         grads = [p.grad for p in self.params]
         is_whole = all(g is not None and g.layout is torch.strided for g in grads)
