@@ -29,7 +29,8 @@ from everygpu.parallel.cuda_graphs.transfer import (
 from everygpu.step.finite_check import MADE, PARTLY
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
-from everygpu.step.update import clip_factor, norm_of
+from everygpu.step.update import clip_factor, norm_of, norms_of
+from everygpu.torch_private.tensors import unscale_
 
 _LOSS = -1
 """Stands among the buckets for what is done when the loss is there."""
@@ -168,6 +169,12 @@ class UpdateInPlace(EarlyUpdate):
         self._grads: dict[int, Tensor] = {}
         self._found_inf = torch.zeros(len(self._plans), dtype=torch.float32, device=self._devices[0])
         """For each bucket, 1 where it is not updated."""
+        self._one = torch.ones((), dtype=torch.float32, device=self._devices[0])
+
+    def check(self, loss: Tensor) -> None:
+        super().check(loss)
+        if self._is_beside:
+            torch.ne(self.status.expand_as(self._found_inf), MADE, out=self._found_inf)
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
         if self._is_beside:
@@ -197,7 +204,7 @@ class UpdateInPlace(EarlyUpdate):
         grads = [self._grads[slot.index] for slot in self._plans[b].slots if slot.index in self._touched]
         found = self._found_inf[b]
         if self._checks:
-            torch.ne(torch.add(self.status, norm_of(grads), alpha=0), MADE, out=found)
+            unscale_(norms_of(grads), found, self._one)
         self._shards.step(self._touched, [found] if self._checks else None, bucket=b, grads=self._grads)
 
     def _own_grads(self) -> dict[int, Tensor]:

@@ -149,13 +149,16 @@ def skips_on_device(optimizer: Optimizer, updated: Iterable[Tensor]) -> bool:
 
 def norm_of(grads: Sequence[Tensor]) -> Tensor:
     """Return the norm of one device's gradients as if they were one vector, shape ()."""
+    found: Tensor = torch.linalg.vector_norm(torch.stack(norms_of(grads)))
+    return found
+
+
+def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each gradient, all of one dtype."""
     dense = [g if g.layout is torch.strided else g.coalesce().values() for g in grads]
     dtypes = {g.dtype for g in dense}
     wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
     halves = [g for g in dense if g.dtype is torch.float16]  # the norm of many would be too large for their dtype
     rest = [g for g in dense if g.dtype is not torch.float16] if halves else dense
     norms = [*(foreach_norm(halves, 2, torch.float32) if halves else ()), *(foreach_norm(rest) if rest else ())]
-    if len(dtypes) > 1 or wide not in dtypes:
-        norms = [norm.to(wide) for norm in norms]
-    found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return found
+    return [norm.to(wide) for norm in norms] if len(dtypes) > 1 or wide not in dtypes else norms
