@@ -394,5 +394,3 @@ def test_figures(devices: Devices) -> None:
     assert figures.loss == loss.item()
     assert figures.grad_norm > 0
     assert (figures.num_steps, figures.num_skipped) == (1, 0)
-    assert list(figures.phase_s) == ["forward", "backward", "reduce", "update"]
-    assert all(0 < seconds < 60 for seconds in figures.phase_s.values())

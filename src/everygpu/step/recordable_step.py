@@ -20,7 +20,6 @@ from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
 from everygpu.step.options import autocast
 from everygpu.step.sharded_update import ShardedUpdate
-from everygpu.step.stats import Mark
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
@@ -36,7 +35,6 @@ class _Recorded(NamedTuple):
     """Parameters that get a gradient."""
     update: EarlyUpdate | None
     """None where that is left to be done."""
-    marks: dict[str, Mark]
     norm: Tensor | None = None
     """Of the gradient, where the update waits for all of it."""
     moments: Sequence[torch.cuda.Event] = ()
@@ -112,10 +110,9 @@ class RecordableStep(Recordable[Tensor]):
         if update is None:
             # Not those of the batches before, which this update may have, too.
             touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
-            return _Recorded(loss, touched, None, step._stopwatch.marks, moments=moments)
+            return _Recorded(loss, touched, None, moments=moments)
         norm = update.launch(step.clip_norm)
-        step._stopwatch.mark("update")
-        return _Recorded(loss, update.touched(), update, step._stopwatch.marks, norm)
+        return _Recorded(loss, update.touched(), update, norm)
 
     def try_otherwise(self) -> bool:
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
@@ -141,7 +138,6 @@ class RecordableStep(Recordable[Tensor]):
         return True
 
     def finish(self, recorded: _Recorded) -> Tensor:
-        self._step._stopwatch.marks = dict(recorded.marks)
         if recorded.update is None:
             self._strategy.note_grads(recorded.touched, recorded.moments)
         else:

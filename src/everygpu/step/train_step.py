@@ -30,7 +30,7 @@ from everygpu.step.options import (
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.recordable_step import make_capture
 from everygpu.step.replica_check import make_check
-from everygpu.step.stats import Evaluation, StepStats, Stopwatch
+from everygpu.step.stats import Evaluation, StepStats
 from everygpu.step.update import LossScale
 from everygpu.step.updater import Updater
 from everygpu.step.weights import BatchWeights
@@ -121,9 +121,8 @@ class TrainStep:
         self._num_batches = 0
         self._was_launched = False
         self._last_loss = torch.full((), float("nan"), device=self._home)
-        self._stopwatch = Stopwatch(self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
-        self._updater = Updater(self._strategy, self._home, self._scale, self._finite_check, self._stopwatch)
+        self._updater = Updater(self._strategy, self._home, self._scale, self._finite_check)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
@@ -211,7 +210,6 @@ class TrainStep:
             num_steps=self._updater.num_steps,
             num_skipped=self._finite_check.num_skipped,
             engine="graphs" if self._was_launched else self.model.engine_in_use,
-            phase_s=self._stopwatch.read(),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +258,6 @@ class TrainStep:
         self._weights.begin(batch, self.accumulate)
 
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
-        self._stopwatch.start()
         if update is None:
             self._strategy.flat_params.attach_grads()
         before = None
@@ -274,7 +271,6 @@ class TrainStep:
                     if update is not None:
                         update.check(loss.detach())
                 share = self._weights.scale(loss)
-                self._stopwatch.mark("forward")
                 is_only = self.accumulate == 1
                 watching = self._strategy.adding_up(is_only=is_only) if update is None else update.watching()
                 with watching, running("backward", self._home):
@@ -282,7 +278,6 @@ class TrainStep:
         finally:
             if update is None:
                 self._strategy.flat_params.detach_grads()
-        self._stopwatch.mark("backward")
         return loss.detach()
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Any]:

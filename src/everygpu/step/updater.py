@@ -7,7 +7,6 @@ from everygpu import comm
 from everygpu.progress import running
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
 from everygpu.step.sharded_update import ShardedUpdate
-from everygpu.step.stats import Stopwatch
 from everygpu.step.update import LossScale, clip_factor, multiply
 
 
@@ -20,7 +19,6 @@ class Updater:
         home: torch.device,
         scale: LossScale | None,
         check: FiniteCheck,
-        stopwatch: Stopwatch,
     ) -> None:
         self.num_steps = 0
         self.norm = torch.full((), float("nan"), dtype=torch.float32, device=home)
@@ -30,7 +28,6 @@ class Updater:
         self._made = torch.full((), MADE, dtype=torch.float32, device=home)
         self._scale = scale
         self._check = check
-        self._stopwatch = stopwatch
         self._losses: Tensor | None = None
 
     def add_loss(self, loss: Tensor) -> None:
@@ -49,7 +46,6 @@ class Updater:
         self.num_steps += 1
         with running("update", self._home):
             self._run(factor, clip_norm, losses)
-        self._stopwatch.mark("update")
 
     def finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
         """Take note of an update that a recording has queued, and of its norm where that had to be known."""
@@ -62,7 +58,6 @@ class Updater:
     def _run(self, factor: float | Tensor, clip_norm: float | None, losses: Tensor | None) -> None:
         looks = losses is not None and self._scale is None  # a scale looks at all itself
         shares = self._strategy.reduce()
-        self._stopwatch.mark("reduce")
         if isinstance(factor, Tensor) or factor != 1:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
