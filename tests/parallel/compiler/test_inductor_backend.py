@@ -19,7 +19,6 @@ from everygpu.parallel.compiler.inductor_backend import (
     MultiDeviceGraph,
     backend_of,
     compiling_once,
-    device_index_of,
 )
 from everygpu.parallel.compiler.load_graph import _choose_alike, unsupported_reason
 
@@ -70,11 +69,6 @@ class TestPart:
             assert part([torch.empty(2), on_gpu(index), on_gpu(index)]) == [index]
         assert loaded.indices == [1, 3]
 
-    def test_without_inputs_on_gpus_the_current_one_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-        assert device_index_of([torch.empty(2), 3]) == 5
-        assert device_index_of([3, on_gpu(2)]) == 2
-
     def test_threads_load_a_version_once(self) -> None:
         loaded, results = Loaded(), []
         part = GraphPart(0, loaded.version(0), loaded.load)
@@ -101,7 +95,7 @@ class TestPart:
         graph = MultiDeviceGraph(lambda *x: x, [GraphPart(0, Loaded().version(0), Loaded().load)])
         assert [graph.serves(torch.device("cuda", i)) for i in range(3)] == [True, True, False]
         assert not graph.serves(torch.device("cpu"))
-        assert not MultiDeviceGraph(lambda *x: x, [GraphPart(0), GraphPart(None)]).serves(torch.device("cuda", 0))
+        assert not MultiDeviceGraph(lambda *x: x, [*graph._parts, None]).serves(torch.device("cuda", 0))
 
 
 class TestWhyNot:
@@ -125,6 +119,10 @@ class TestWhyNot:
     def test_what_can_not(self, changes: dict[str, Any], why: str) -> None:
         assert why in (unsupported_reason(compiled_for(self.SOURCE, **changes), []) or "")
 
+    def test_it_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(switches, "COMPILES_ONCE", False)
+        assert "is off" in (unsupported_reason(compiled_for(self.SOURCE), [on_gpu(1)]) or "")
+
     def test_a_random_generator(self) -> None:
         assert "generator" in (unsupported_reason(compiled_for(self.SOURCE), [torch.Generator()]) or "")
 
@@ -141,12 +139,6 @@ class TestBackend:
         backend = compiling_once(found)
         assert isinstance(backend, InductorBackend)
         assert backend._options["triton.cudagraphs"] is False
-
-    def test_any_other_stays(self) -> None:
-        def mine(graph: Any, inputs: Any) -> Any:
-            return graph
-
-        assert compiling_once(mine) is mine
 
     def test_on_the_cpu_it_is_torchs(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.compiler.reset()
@@ -230,43 +222,3 @@ def test_kernels_are_launched_as_was_fastest_on_the_first_gpu() -> None:
     _choose_alike(tuned, fresh)
     assert [launcher.config for launcher in fresh["a"].launchers] == ["wide"]
     assert all(len(fresh[name].launchers) == 2 for name in "bcd")
-
-
-class TestPartsOfAGraph:
-    """What becomes of what torch's compiler returns for a forward or backward graph."""
-
-    @pytest.fixture
-    def compile_part(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
-        backend = InductorBackend({})
-
-        def compile_part(source: str, function: Any = lambda x: x + 1, **kwargs: Any) -> tuple[Any, list[Any]]:
-            compiled, parts = compiled_for(source, current_callable=list), []
-            monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **more: compiled)
-            graph = torch.fx.symbolic_trace(function)
-            assert backend._compile_part(parts, graph, [on_gpu(1)], **kwargs) is compiled
-            x = on_gpu(1)
-            assert compiled.current_callable([x])[0] is x
-            return compiled, parts
-
-        return compile_part
-
-    @pytest.mark.parametrize("is_backward", [False, True])
-    def test_one_that_can_be_shared(self, compile_part: Any, is_backward: bool) -> None:
-        _, (part,) = compile_part(TestWhyNot.SOURCE, is_backward=is_backward)
-        assert part.serves(1)
-
-    def test_one_that_can_not_be_shared(self, compile_part: Any, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level("INFO", "everygpu"):
-            for is_backward in (False, True):
-                _, (part,) = compile_part("torch.cuda.device(1)", is_backward=is_backward)
-                assert not part.serves(1)
-        assert len([r for r in caplog.records if "unknown way" in r.message]) == 1
-
-    def test_one_that_is_switched_off(self, compile_part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(switches, "COMPILES_ONCE", False)
-        _, (part,) = compile_part(TestWhyNot.SOURCE)
-        assert not part.serves(1)
-
-    def test_one_that_does_nothing(self, compile_part: Any) -> None:
-        _, parts = compile_part("", lambda x: x)
-        assert parts == []

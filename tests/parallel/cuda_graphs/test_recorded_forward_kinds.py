@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
@@ -240,7 +239,7 @@ def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
     check_grads(recording, Mixing, num=int(kind == "inference"))
 
 
-@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
+@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass"])
 def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str) -> None:
     class Scaled(Net):
         def forward(self, x: Tensor, options: Any) -> Any:
@@ -250,7 +249,7 @@ def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str)
     def options(flip: bool) -> Any:
         if kind == "empty":
             return {"flip" if flip else "stay": ()}
-        made = {"attribute": Marked, "dataclass": Noted, "registered": Registered}[kind]()
+        made = {"attribute": Marked, "dataclass": Noted}[kind]()
         made.flip = flip
         return made
 
@@ -277,19 +276,6 @@ class Noted:
         self.flip = False
 
 
-class Registered:
-    flip = False
-
-
-def _unflatten(_: Any, flip: bool) -> Registered:
-    made = Registered()
-    made.flip = flip
-    return made
-
-
-register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
-
-
 def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
     model = recorded(recording)
     ((x, y),) = make_batches(1)
@@ -306,37 +292,6 @@ def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
         assert module() is None
     finally:
         gc.enable()
-
-
-class Features(Net):
-    """Returns what its scores were computed from, too."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.norm(self.first(x)).tanh()
-        return self.last(h), h
-
-
-@pytest.mark.parametrize("uses_both", [False, True])
-def test_an_output_that_others_were_computed_from(recording: Devices, uses_both: bool) -> None:
-    used = recording(2)
-    found = []
-    for engine in ("threads", "graphs"):
-        net = Features().to(used[0])
-        model = everygpu.DataParallel(net, used, engine=engine)
-        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
-        losses: list[Tensor] = []
-
-        def loss(outputs: Any, y: Tensor) -> Tensor:
-            scores, h = outputs
-            return loss_of(scores, y) + (h.square().mean() if uses_both else 0)
-
-        train(model, optimizer, losses, num=4 * NUM_STEPS, loss=loss)
-        found.append(torch.stack(losses))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-    recorder = model._engine.recorder
-    assert recorder is not None
-    assert recorder.capture._num_attempts <= 2
-    assert recorder.capture._num_launches > 2 * NUM_STEPS
 
 
 def test_forwards_that_move_their_weights(recording: Devices) -> None:

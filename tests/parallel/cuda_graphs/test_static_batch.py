@@ -8,13 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 import everygpu
 from everygpu import tree
 from everygpu.errors import SplitError
 from everygpu.parallel.cuda_graphs.static_batch import NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.parallel.sharded.batch import ShardedBatch
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,19 +79,6 @@ def test_a_tensor_that_comes_twice_is_kept_once(devices: Devices) -> None:
     torch.testing.assert_close(everygpu.gather(target).cpu(), x)
 
 
-def test_rows_stay_on_their_devices(devices: Devices) -> None:
-    used = devices(3)
-    route = route_to(used)
-    x = rows_of(7, 2)
-    held = StaticBatch(((x,), {}, (torch.arange(7), torch.ones(5))), route)
-    held.write(((x,), {}, (torch.arange(7), torch.ones(5))))
-    (read,), _, (target, other) = held.read()
-    assert isinstance(read, ShardedBatch)
-    assert isinstance(target, ShardedBatch)
-    assert [s.device for s in read.shards] == used
-    assert type(other) is Tensor, "it has no rows of the batch"
-
-
 def test_batches_that_are_spread_already(devices: Devices) -> None:
     used = devices(3)
     route = route_to(used)
@@ -150,6 +137,13 @@ def test_equal_numbers_of_other_types_differ(devices: Devices) -> None:
     assert len(set(found)) == 3
 
 
+class Registered:
+    """A container that torch's pytree opens; what it keeps of it may be anything."""
+
+
+register_pytree_node(Registered, lambda x: ([], None), lambda children, context: Registered())
+
+
 @pytest.mark.parametrize(
     ("leaf", "reason"),
     [
@@ -157,6 +151,7 @@ def test_equal_numbers_of_other_types_differ(devices: Devices) -> None:
         (torch.ones(4, 2).to_sparse(), "dense"),
         (object(), "object"),
         (lambda: None, "function"),
+        (Registered(), "a Registered, which"),
     ],
 )
 def test_what_has_no_fixed_address(devices: Devices, leaf: Any, reason: str) -> None:

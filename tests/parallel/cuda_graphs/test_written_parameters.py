@@ -44,34 +44,6 @@ class Net(nn.Module):
         return F.linear(h, self.embedding.weight) + penalty
 
 
-class Negate(torch.autograd.Function):
-    """Is given its inputs past torch's functions: autograd connects it to what stands for them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return -x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
-
-
-class Custom(Net):
-    """Gives a parameter to an autograd function."""
-
-    def forward(self, ids: Tensor) -> Any:
-        return super().forward(ids) * Negate.apply(self.scale).mean()  # type: ignore[no-untyped-call]
-
-
-class Hidden(Net):
-    """Gives a parameter to what goes past torch's functions."""
-
-    def forward(self, ids: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            doubled = self.scale * 2
-        return super().forward(ids) * doubled.mean()
-
-
 class Writing(Net):
     """Writes to a parameter."""
 
@@ -86,17 +58,6 @@ class WritingUncounted(Net):
 
     def forward(self, ids: Tensor) -> Any:
         self.scale.data.mul_(0.9)
-        return super().forward(ids)
-
-
-KEPT: list[Tensor] = []
-
-
-class Keeping(Net):
-    """Keeps its parameters."""
-
-    def forward(self, ids: Tensor) -> Any:
-        KEPT[:] = self.parameters()
         return super().forward(ids)
 
 
@@ -121,14 +82,12 @@ def compare(ours: tuple[Any, list[Tensor]], plain: tuple[Any, list[Tensor]]) -> 
     torch.testing.assert_close(ours[0].state_dict(), plain[0].state_dict(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", [Net, Custom, Hidden, Keeping, Writing, WritingUncounted])
+@pytest.mark.parametrize("make", [Net, Writing, WritingUncounted])
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
     used = recording(3)
     plain, ours = train(make, used, "threads"), train(make, used, "graphs")
     compare(ours, plain)
     assert len(ours[0]._engine.recorder.capture._recordings) == 1
-    assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
-    KEPT.clear()
 
 
 def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
@@ -137,9 +96,3 @@ def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None
 
     used = recording(2)
     compare(train(make, used, "graphs"), train(make, used, "threads"))
-
-
-def test_replicas_are_as_before(recording: Devices) -> None:
-    model, _ = train(Net, recording(2), "graphs")
-    for replica in model._engine.recorder._modules:
-        assert all(type(p) in (Tensor, nn.Parameter) for p in replica.parameters())

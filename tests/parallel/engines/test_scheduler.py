@@ -40,18 +40,6 @@ def run(devices: list[torch.device], body: Callable[[ReplicaScheduler, int], Any
     return results
 
 
-def test_one_after_another_in_order() -> None:
-    seen: list[int] = []
-    run([CPU] * 5, lambda scheduler, i: (time.sleep(0.005), seen.append(i)))
-    assert seen == [0, 1, 2, 3, 4]
-
-
-def test_devices_do_not_wait_for_each_other() -> None:
-    both = threading.Barrier(2, timeout=60)
-    results = run([CPU, OTHER], lambda scheduler, i: both.wait())
-    assert sorted(results) == [0, 1]
-
-
 @pytest.mark.parametrize("devices", [[CPU] * 4, [CPU, OTHER] * 2, [CPU, CPU, OTHER], [CPU]])
 def test_everyone_gets_a_part_of_what_all_brought(devices: list[torch.device]) -> None:
     def body(scheduler: ReplicaScheduler, i: int) -> list[Any]:

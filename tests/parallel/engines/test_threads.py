@@ -374,13 +374,6 @@ class TestFailure:
             run(workers, [functools.partial(outer, i) for i in range(3)], DISTINCT)
         assert run(workers, [top_saved_tensor_hooks] * 3, DISTINCT) == [None] * 3
 
-    def test_failure_after_failure(self, workers):
-        for i in range(10):
-            with pytest.raises(ValueError, match=str(i)) as caught:
-                run(workers, [int, functools.partial(int, f"no number {i}")])
-        assert "called with no tensors." in str(caught.value.__cause__)
-        assert works(workers)
-
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

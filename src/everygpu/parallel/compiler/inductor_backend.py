@@ -27,11 +27,13 @@ logger = logging.getLogger("everygpu")
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
 
+Run = Callable[[list[Any]], Any]
+
 
 class MultiDeviceGraph:
     """What Dynamo's graph was compiled to: forward, and backward by autograd."""
 
-    def __init__(self, function: Callable[..., Any], parts: "Sequence[GraphPart]") -> None:
+    def __init__(self, function: Callable[..., Any], parts: "Sequence[GraphPart | None]") -> None:
         self._function = function
         self._parts = parts
 
@@ -40,45 +42,37 @@ class MultiDeviceGraph:
 
     def serves(self, device: torch.device) -> bool:
         """Tell whether it may be given inputs on this device."""
-        return device.type == "cuda" and all(part.serves(device.index) for part in self._parts)
+        return device.type == "cuda" and all(part is not None and part.serves(device.index) for part in self._parts)
 
 
 class GraphPart:
     """A forward or backward graph, with a version of its code for each GPU it has run on, made by ``load``.
 
-    ``home`` is the GPU it was compiled for, None when it is for no other; ``run`` empties its list of inputs.
+    ``home`` is the GPU it was compiled for; ``run`` empties its list of inputs.
     """
 
-    def __init__(
-        self,
-        home: int | None,
-        run: Callable[[list[Any]], Any] | None = None,
-        load: "Callable[[int], Callable[[list[Any]], Any]] | None" = None,
-    ) -> None:
+    def __init__(self, home: int, run: Run, load: Callable[[int], Run]) -> None:
         self._home = home
-        self._load = load
+        self._load: Callable[[int], Run] | None = load
         self._loading = threading.Lock()
-        self._versions: dict[int, Callable[[list[Any]], Any]] = {} if home is None or run is None else {home: run}
+        self._versions = {home: run}
 
     def serves(self, index: int) -> bool:
         """Tell whether it runs on a GPU: that it was compiled for, or one of the same kind."""
-        if self._home is None or index in self._versions:
-            return self._home is not None
-        if not _is_same_kind(self._home, index):
-            return False
-        try:
-            self._version(index)
-        except Exception:  # torch's internals may have changed: the graph is compiled for that GPU instead
-            logger.warning(
-                "DataParallel: code compiled for cuda:%d can't be loaded for others", self._home, exc_info=True
-            )
-            self._home = None
-        return self._home is not None
+        if index not in self._versions and self._load is not None and _is_same_kind(self._home, index):
+            try:
+                self._version(index)
+            except Exception:  # torch's internals may have changed: the graph is compiled for that GPU instead
+                logger.warning(
+                    "DataParallel: code compiled for cuda:%d can't be loaded for others", self._home, exc_info=True
+                )
+                self._load = None
+        return index in self._versions
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self._version(device_index_of(inputs))(inputs)
 
-    def _version(self, index: int) -> Callable[[list[Any]], Any]:
+    def _version(self, index: int) -> Run:
         found = self._versions.get(index)
         if found is None:
             with self._loading:
@@ -96,7 +90,7 @@ class InductorBackend:
         self._reasons: set[str] = set()
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> MultiDeviceGraph:
-        parts: list[GraphPart] = []
+        parts: list[GraphPart | None] = []
 
         def compile_part(*args: Any, **kwargs: Any) -> Any:
             return self._compile_part(parts, *args, **kwargs)
@@ -107,7 +101,9 @@ class InductorBackend:
             function = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
         return MultiDeviceGraph(function, parts)
 
-    def _compile_part(self, parts: list[GraphPart], graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def _compile_part(
+        self, parts: list[GraphPart | None], graph: Any, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
         if kwargs.get("is_backward"):
             _keep_saved_tensors()
@@ -116,24 +112,16 @@ class InductorBackend:
             return compiled  # does nothing, on any device
         reason = unsupported_reason(compiled, example_inputs)
         if reason is not None:
-            if "cuda" in getattr(compiled, "device_types", ("cuda",)):
-                self._tell(reason, "each GPU is compiled for by itself")
-            parts.append(GraphPart(None))
+            if "cuda" in getattr(compiled, "device_types", ("cuda",)) and reason not in self._reasons:
+                self._reasons.add(reason)
+                logger.info("DataParallel: each GPU is compiled for by itself: %s", reason)
+            parts.append(None)
         else:
-            parts.append(
-                GraphPart(
-                    next(iter(compiled.device_idxs)),
-                    compiled.current_callable,
-                    lambda index: load_version(compiled, index, self._options, kwargs),
-                )
-            )
-            compiled.current_callable = parts[-1]
+            home, run = next(iter(compiled.device_idxs)), compiled.current_callable
+            part = GraphPart(home, run, lambda index: load_version(compiled, index, self._options, kwargs))
+            parts.append(part)
+            compiled.current_callable = part
         return compiled
-
-    def _tell(self, reason: str, consequence: str) -> None:
-        if reason not in self._reasons:
-            self._reasons.add(reason)
-            logger.info("DataParallel: %s: %s", consequence, reason)
 
 
 def compiling_once(backend: Backend) -> Backend:

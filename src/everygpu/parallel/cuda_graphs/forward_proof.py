@@ -1,6 +1,8 @@
 """Proofs, by Dynamo, that recordings of a forward do what the forward would do."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,15 +26,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of the first replica."""
 
 
-class ForwardProof:
-    """The proof behind one recording: replicas do with their rows what the first one does with its own."""
-
-    def __init__(self, graph: WholeGraph, call: Arguments) -> None:
-        self._graph, self._call = graph, call
-
-    def holds(self) -> bool:
-        """Tell whether all that forward reads is as it was, beside its arguments, which the recording knows by kind."""
-        return self._graph.still_holds(*self._call)  # ``Capture`` guards torch's settings
+ForwardProof = Callable[[], bool]
+"""The proof behind one recording tells whether all that forward reads is as it was, beside its arguments, which the
+recording knows by kind, and torch's settings, which ``Capture`` guards. Replicas do with their rows what the first one
+does with its own.
+"""
 
 
 class ForwardProofs:
@@ -57,22 +55,20 @@ class ForwardProofs:
             is_first: Nothing is recorded now: proofs that don't hold are of no use any more.
         """
         call = _first_call(batch, spec)
-        known = self._known(*call)
-        if known is not None:
-            return ForwardProof(known, call)
-        start = time.monotonic()
-        try:
-            return self._prove(module, call, is_first=is_first)
-        finally:
+        graph: WholeGraph | str | None = self._known(*call)
+        if graph is None:
+            start = time.monotonic()
+            graph = self._prove(module, call, is_first=is_first)
             if self._began is None:
                 self._began = time.monotonic()
             else:
                 self._spent_s += time.monotonic() - start
+        return graph if isinstance(graph, str) else partial(graph.still_holds, *call)
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeGraph | None:
         return next((graph for graph in self._graphs if graph.holds(args, kwargs)), None)
 
-    def _prove(self, module: nn.Module, call: Arguments, *, is_first: bool) -> ForwardProof | str:
+    def _prove(self, module: nn.Module, call: Arguments, *, is_first: bool) -> WholeGraph | str:
         if is_first:
             self._graphs, self._num_open = [], 0
         graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
@@ -88,7 +84,7 @@ class ForwardProofs:
         if reason is not None:
             return reason
         self._graphs.append(graph)
-        return ForwardProof(graph, call)
+        return graph
 
 
 def _first_call(batch: Batch, spec: ScatterSpec) -> Arguments:

@@ -200,13 +200,11 @@ class Capture(Generic[Result]):
         return self._step.finish(recording.recorded)
 
     def _holds(self, recording: _Recording) -> bool:
-        if recording.proof is None:
-            return True
         with self._step.forwarding():
-            if recording.proof.holds():
-                return True
-        self.forget()
-        return False
+            holds = recording.proof is None or recording.proof()
+        if not holds:
+            self.forget()
+        return holds
 
     @property
     def has_recordings(self) -> bool:
