@@ -77,11 +77,8 @@ def broken(m: Any, x: Tensor) -> Tensor:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
-    "one tensor": (lambda m, x: m.linear(x), 1),
     "buffers": (lambda m, x: m.norm(x) * m.table, 1),
-    "plain attributes": (lambda m, x: x * m.plain, 1),
     "tied": (lambda m, x: m.tied(m.linear(x)), 1),
-    "several outputs": (lambda m, x: (m.linear(x), x.sum(), x.argmax(1)), 1),
     "made in forward": (lambda m, x: x + torch.arange(3), 1),
     "a graph break": (broken, 2),
     "a tensor in a list": (lambda m, x: x * m.listed[0], 1),

@@ -253,15 +253,11 @@ def hooks_result(self, x):
 logger = logging.getLogger(__name__)
 REFUSED = {
     "attribute": (effect("self.calls += 1"), "writes to module.calls in"),
-    "attribute of a child": (effect("self.lin.scale = 2"), "writes to module.lin.scale in"),
-    "tensor kept": (effect("self.kept = x + 1"), "writes to module.kept"),
     "training mode": (effect("self.train(False)"), "writes to module.training"),
     "class": (effect("type(self).calls = 1"), "writes to type(module).calls"),
     "global": (writes_global, "calls in test_whole_graph.py:"),
-    "global list": (effect("seen.append(1)"), "seen"),
     "closure": (make_counter(), "__closure__"),
     "list": (effect("self.items.append(x)"), "writes to module.items"),
-    "dict": (effect("self.table['a'] = 1"), "writes to module.table"),
     "buffer bound anew": (effect("self.buf = self.buf + 1"), "_buffers"),
     "gradient": (effect("self.lin.weight.grad = None"), "writes to module.lin.weight.grad"),
     "parameter's data": (
@@ -269,14 +265,12 @@ REFUSED = {
         re.compile("calls (set_|shallow_copy_data_)"),  # up to torch 2.13 or 2.14, and later
     ),
     "argument": (effect("x.mul_(2)"), "writes to its argument args[0]"),
-    "hook on an argument": (effect("x.register_hook(print)"), "hook"),
     "host's random number": (
         lambda self, x: self.lin(x) * random.random(),
         re.compile("Dynamo can't trace|draws a random number on the host"),  # up to torch 2.13, and later
     ),
     "generator's number": (lambda self, x: self.lin(x) * generator.random(), "draws a random number on the host"),
     "NumPy": (lambda self, x: self.lin(x) * np.sqrt(2.0), "numpy"),
-    "NumPy's random number": (lambda self, x: self.lin(x) * np.random.rand(), "numpy"),
     "clock": (lambda self, x: self.lin(x) * time.time(), "Dynamo can't trace"),
     "context variable": (effect("active.set(1)"), "leaves the context variable active set"),
     "address": (lambda self, x: self.lin(x) * (id(x) % 7), "calls id()"),
@@ -284,10 +278,8 @@ REFUSED = {
     "log": (effect("logger.debug('x')"), "logging.Logger"),
     "warning": (effect("warnings.warn('x')"), "Dynamo can't trace"),
     "item": (lambda self, x: self.lin(x) * x.sum().item(), "reads a number back from a tensor by item"),
-    "float": (lambda self, x: self.lin(x) * float(x.sum()), "reads a number back"),
     "branch": (lambda self, x: self.lin(x) if x.sum() > 0 else x, "Data-dependent branching"),
     "mask": (lambda self, x: x[x > 0], "makes a shape that depends on values"),
-    "version": (lambda self, x: self.lin(x) * (x._version % 7), "reads a number back"),
     "grad mode": (effect("torch.set_grad_enabled(False)"), "leaves grad mode"),
     "default dtype": (effect("torch.set_default_dtype(torch.float64)"), "calls set_default_dtype"),
     "seed": (effect("torch.manual_seed(0)"), "Dynamo can't trace"),

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import threading
-import types
 import weakref
 from contextvars import ContextVar
 
@@ -28,7 +27,7 @@ class Config:
     base = 1.0
 
     def __init__(self):
-        self.scale, self.inner = 1.0, types.SimpleNamespace(power=1.0)
+        self.scale = 1.0
 
     def apply(self, x):
         return x * self.scale * self.base
@@ -59,11 +58,11 @@ def make_scale():
     return scale, set_factor
 
 
-def shifted(x, by=1.0, *, times=2.0):
-    return (x + by) * times
+def shifted(x, by=1.0):
+    return x + by
 
 
-factor, factors, table, bias, activation = 2.0, [1.0], {"a": 1.0}, torch.ones(4), torch.relu
+factor, bias, activation = 2.0, torch.ones(4), torch.relu
 
 
 class Net(nn.Module):
@@ -74,8 +73,8 @@ class Net(nn.Module):
         self.lin, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.register_buffer("buf", torch.ones(4))
-        self.scale, self.config, self.weights, self.table = 2.0, Config(), [1.0, [2.0]], {"k": 3.0}
-        self.tensor, self.tensors, self.dtype, self.flag = torch.ones(4), [torch.ones(4)], torch.float32, None
+        self.scale, self.config, self.weights, self.table = 2.0, Config(), [1.0], {"k": 3.0}
+        self.tensor, self.tensors, self.flag = torch.ones(4), [torch.ones(4)], None
         self.closure, self.set_factor = make_scale()
 
     def helper(self, x):
@@ -83,14 +82,14 @@ class Net(nn.Module):
 
     def forward(self, x, k=1.0):
         x = self.drop(self.norm(self.lin(x))) * self.scale * k
-        x = Config.shift(self.config.apply(x) * self.config.inner.power * self.config.double)
-        x = x * self.weights[0] * self.weights[1][0] * self.table["k"] + self.buf + self.tensor + self.tensors[0]
+        x = Config.shift(self.config.apply(x) * self.config.double)
+        x = x * self.weights[0] * self.table["k"] + self.buf + self.tensor + self.tensors[0]
         for layer in self.layers:
             x = layer(x)
-        x = shifted(self.helper(self.closure(x))) * factor * sum(factors) * table["a"] + bias
-        if self.flag is not None or hasattr(self, "extra"):
+        x = shifted(self.helper(self.closure(x))) * factor + bias
+        if self.flag is not None:
             x = x + 1
-        return F.gelu(activation(x)).to(self.dtype)
+        return F.gelu(activation(x))
 
 
 @pytest.fixture(scope="module")
@@ -130,34 +129,21 @@ def sets_global(name, value):
 
 CHANGES = {
     "eval": lambda m, _: m.eval(),
-    "eval of a child": lambda m, _: m.norm.eval(),
     "number": sets("module.scale", 3.0),
-    "integer": sets("module.scale", 2),
-    "dtype": sets("module.dtype", torch.float64),
     "None": sets("module.flag", 1),
-    "new attribute": sets("module.extra", 1),
     "rate of dropout": sets("module.drop.p", 0.5),
-    "momentum": sets("module.norm.momentum", 0.5),
     "list": lambda m, _: m.weights.__setitem__(0, 9.0),
-    "inner list": lambda m, _: m.weights[1].__setitem__(0, 9.0),
     "dict": lambda m, _: m.table.update(k=9.0),
     "configuration": sets("module.config.scale", 9.0),
-    "configuration's namespace": sets("module.config.inner.power", 9.0),
     "configuration's class": sets("module.config.__class__", OtherConfig),
-    "configuration's method": sets("module.config.apply", lambda x: x),
     "global": sets_global("factor", 3.0),
-    "global list": lambda m, patch: patch.setitem(globals(), "factors", [1.0, 2.0]),
-    "global dict": lambda m, patch: patch.setitem(table, "a", 2.0),
     "global tensor": sets_global("bias", torch.ones(4)),
     "global function": sets_global("activation", torch.tanh),
     "closure": lambda m, _: m.set_factor(5.0),
     "default": lambda m, patch: patch.setattr(shifted, "__defaults__", (5.0,)),
-    "keyword default": lambda m, patch: patch.setitem(shifted.__kwdefaults__, "times", 5.0),
-    "code": lambda m, patch: patch.setattr(shifted, "__code__", (lambda x, by=1.0, *, times=2.0: x).__code__),
+    "code": lambda m, patch: patch.setattr(shifted, "__code__", (lambda x, by=1.0: x).__code__),
     "torch's function": lambda m, patch: patch.setattr(F, "gelu", F.relu),
     "hook": lambda m, _: m.lin.register_forward_hook(lambda *args: None),
-    "hook before": lambda m, _: m.register_forward_pre_hook(lambda *args: None),
-    "hook on the module": lambda m, _: m.register_forward_hook(lambda *args: None),
     "hook of backward": lambda m, _: m.lin.register_full_backward_hook(lambda *args: None),
     "parameter": lambda m, _: setattr(m.lin, "weight", nn.Parameter(torch.ones(4, 4))),
     "parameter's dtype": lambda m, _: m.lin.double(),
@@ -166,11 +152,9 @@ CHANGES = {
     "tensor": sets("module.tensor", torch.ones(4)),
     "tensor in a list": lambda m, _: m.tensors.__setitem__(0, torch.ones(4)),
     "child": lambda m, _: setattr(m, "lin", nn.Linear(4, 4)),
-    "one layer more": lambda m, _: m.layers.append(nn.Linear(4, 4)),
     "one layer fewer": lambda m, _: m.layers.__delitem__(0),
     "forward of a child": lambda m, _: setattr(m.lin, "forward", lambda x: x),
     "class attribute": sets("Net.gain", 9.0),
-    "class attribute of a child class": sets("Config.base", 9.0),
     "method": sets("Net.helper", lambda self, x: x),
     "method of torch": lambda m, patch: patch.setattr(nn.Linear, "forward", lambda self, x: x),
     "method's code": lambda m, patch: patch.setattr(Net.helper, "__code__", (lambda self, x: x).__code__),

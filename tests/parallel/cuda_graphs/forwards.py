@@ -162,9 +162,5 @@ def check_grads(recording: Devices, make: Any, *, num: int | None = 1, warm_ups:
     return model
 
 
-def nothing_more(model: Any, optimizer: Any, found: Any) -> None:
-    """End here."""
-
-
 def fail(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")

@@ -114,37 +114,6 @@ def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
     torch.testing.assert_close(model(x), net(x))
 
 
-def test_hooks_that_keep_something_are_refused(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
-    used = recording(1)
-    net, kept = Net().to(used[0]), []
-    net.a.register_forward_hook(lambda module, args, output: kept.append(output.detach()))
-    assert set(train(everygpu.DataParallel(net, used), PATIENCE)) == {"threads"}
-    (message,) = warnings_of(caplog)
-    assert "forward writes to" in message
-    assert len(kept) == PATIENCE
-
-
-class Loss(Net):
-    """Returns a number, and what it was computed from."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = super().forward(x)
-        return {"loss": y.square().mean(), "y": y}
-
-
-def test_one_device_returns_what_the_module_returns(recording: Devices) -> None:
-    used = recording(1)
-    net = Loss().to(used[0])
-    model = everygpu.DataParallel(net, used)
-    for _ in range(10):
-        x = torch.randn(6, 4, device=used[0])
-        found, expected = model(x), net(x)
-        assert found.keys() == expected.keys()
-        torch.testing.assert_close(found, expected)
-        found["loss"].backward()
-    assert model.engine_in_use == "graphs"
-
-
 def test_one_device_that_is_not_recorded_runs_the_module_itself(
     recording: Devices, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain, starmap
 from types import CodeType, FunctionType, MappingProxyType
@@ -80,10 +79,8 @@ class _Findings:
 
     reason: str | None = None
     sources: list[str] = field(default_factory=list)
-    classes: set[type] = field(default_factory=set)
-    codes: list[CodeType] = field(default_factory=list)
-    context: dict[ContextVar[Any], Any] = field(default_factory=dict)
-    environment: dict[str, str] | None = None
+    read_rest: Callable[[], list[Any]] = list
+    """See ``_rest_reader``."""
     num_subtractions: int = 0
 
 
@@ -95,14 +92,10 @@ class _Proof:
     read_tensors: Callable[[dict[str, Any]], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...]
     """All that forward reads beside its arguments: a recording reads these, at their addresses."""
-    read_classes: Callable[[], tuple[Any, ...]]
-    """See ``_class_reader``."""
-    classes: tuple[Any, ...]
+    read_rest: Callable[[], list[Any]]
+    rest: list[Any]
+    """What Dynamo has no guards on."""
     settings: tuple[Any, ...]
-    context: dict[ContextVar[Any], Any]
-    """Context variables that forward reads, with their values."""
-    environment: dict[str, str] | None
-    """The environment's variables, where forward reads any."""
 
 
 class WholeGraph:
@@ -153,9 +146,7 @@ class WholeGraph:
         return (
             entry.guard_manager.check(values)
             and all(map(operator.is_, proof.read_tensors(values), proof.tensors))
-            and proof.read_classes() == proof.classes
-            and all(_is_same(value_in_context(var), value) for var, value in proof.context.items())
-            and (proof.environment is None or proof.environment == os.environ)
+            and proof.read_rest() == proof.rest
         )
 
 
@@ -199,17 +190,14 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         drop_code(function.__code__)
         return "torch.compile has left the call out" if found is None else str(found.reason)
     read_tensors = _tensor_reader(found.sources, function.__globals__)
-    read_classes = _class_reader(found.classes, found.codes)
     return _Proof(
         code=function.__code__,
         probe=probe,
         read_tensors=read_tensors,
         tensors=read_tensors(values),
-        read_classes=read_classes,
-        classes=read_classes(),
+        read_rest=found.read_rest,
+        rest=found.read_rest(),
         settings=torch_settings(),
-        context=found.context,
-        environment=found.environment,
     )
 
 
@@ -220,14 +208,27 @@ def _tensor_reader(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[
     return read
 
 
-def _class_reader(classes: set[type], codes: list[CodeType]) -> Callable[[], tuple[Any, ...]]:
-    """Make what reads the part of classes that Dynamo takes to stay as it is, of all objects that a trace has met:
-    the number of their attributes, and the functions whose code was traced.
+def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
+    """Make what reads what Dynamo takes to stay as it is: of the classes of all objects that a trace has met the number
+    of attributes, and the functions whose code was traced; context variables; and the environment, where it is read.
     """
+    codes, classes = traced_code(trace), {type(value) for value in traced_objects(trace)}
     traced = set(map(id, codes))
     spaces = [vars(base) for base in {base for owner in classes for base in owner.__mro__}]
     places = [(owner, name) for owner in classes for name in dir(owner) if id(_code_of(owner, name)[1]) in traced]
-    return lambda: (*map(len, spaces), *starmap(_code_of, places))
+    context = list(context_var_reads(trace))
+    environments = [os.environ] if any(map(reads_environment, codes)) else []
+
+    def read() -> list[Any]:
+        values = map(value_in_context, context)
+        return [
+            *map(len, spaces),
+            *starmap(_code_of, places),
+            *((type(v), v) for v in values),
+            *map(dict, environments),
+        ]
+
+    return read
 
 
 def _code_of(owner: type, name: str) -> tuple[Any, Any]:
@@ -244,10 +245,6 @@ class _SaidOnce(set[Any]):
 
     def __contains__(self, method: object) -> bool:
         return hasattr(method, "cache_info")
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b
 
 
 def _as_aliases(arguments: Any) -> Any:
@@ -302,11 +299,8 @@ def _inspect(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     if found.reason is not None:
         raise _TracedError  # before what Dynamo would run ahead of the graph: drawing random numbers
     if trace.root_tx.f_code.co_name == _traced_call.__name__:
-        found.codes = list(traced_code(trace))
-        found.classes = {type(value) for value in traced_objects(trace)}
-        found.reason = code_reason(found.codes) or reason_in_graph(graph)
-        found.context = context_var_reads(trace)
-        found.environment = dict(os.environ) if any(map(reads_environment, found.codes)) else None
+        found.reason = code_reason(traced_code(trace)) or reason_in_graph(graph)
+        found.read_rest = _rest_reader(trace)
     return _stop
 
 

@@ -33,7 +33,7 @@ _GLOBAL_HOOKS = (
 
 _read_global_hooks = operator.attrgetter(*_GLOBAL_HOOKS)
 
-BACKEND_PATHS = (
+_read_backends = operator.attrgetter(
     "cuda.matmul.fp32_precision",
     "cudnn.conv.fp32_precision",
     "cudnn.rnn.fp32_precision",
@@ -44,11 +44,10 @@ BACKEND_PATHS = (
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
 )
 """Settings in ``torch.backends``; precisions by the one way to ask that never raises, whichever way they were set."""
-SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
-"""Kernels of attention."""
+_read_attention = operator.attrgetter(
+    "flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"
+)
 _read_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-_read_backends = operator.attrgetter(*BACKEND_PATHS)
-_read_sdp = operator.attrgetter(*[f"{name}_sdp_enabled" for name in SDP_BACKENDS])
 
 
 class ModuleGuards:
@@ -142,11 +141,6 @@ def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Ten
     return Contents(search.containers, search.functions, [])
 
 
-def backend_settings() -> tuple[Any, ...]:
-    """Return what is set at ``BACKEND_PATHS``, and which of ``SDP_BACKENDS`` are on."""
-    return (*_read_backends(torch.backends), *[read() for read in _read_sdp(torch.backends.cuda)])
-
-
 def torch_settings() -> tuple[Any, ...]:
     """Return torch's settings that a recording has baked in."""
     return (
@@ -156,7 +150,8 @@ def torch_settings() -> tuple[Any, ...]:
         *map(torch.get_autocast_dtype, ("cuda", "cpu")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        *backend_settings(),
+        *_read_backends(torch.backends),
+        *(read() for read in _read_attention(torch.backends.cuda)),
         torch.is_anomaly_enabled(),
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
         num_dispatch_modes(),

@@ -132,11 +132,8 @@ def _names_of_saved(kind: type[Node]) -> list[str]:
 
 def _nodes(outputs: list[Tensor]) -> set[Node]:
     """Collect the graph that tensors are connected to."""
-    return _collect([get_gradient_edge(t).node for t in outputs if t.requires_grad])
-
-
-def _collect(left: list[Node]) -> set[Node]:
     found: set[Node] = set()
+    left = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
     while left:
         node = left.pop()
         if node not in found:

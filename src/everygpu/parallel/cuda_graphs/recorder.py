@@ -144,8 +144,7 @@ class Capture(Generic[Result]):
         self._level = level
         self._recordings: dict[Any, _Recording] = {}
         self._guard_key: Any = None
-        self.guards: ModuleGuards | None = None
-        """On the modules as recordings have found them."""
+        self._guards: ModuleGuards | None = None
         self._written: str | None = None
         """What was last found written between steps."""
         self._num_attempts = 0
@@ -222,7 +221,7 @@ class Capture(Generic[Result]):
         """Tell whether recordings are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
         roots = self._step.roots()
-        guards = self.guards
+        guards = self._guards
         # Before there is a recording, addresses don't matter: a recurrent layer may move its weights in each forward.
         if guards is not None and not guards.is_current(roots, addresses=bool(self._recordings)):
             guards = None
@@ -231,9 +230,9 @@ class Capture(Generic[Result]):
             return True
         self.forget()
         self._num_failures += 1
-        self._written = None if self.guards is None else self.guards.find_written()
+        self._written = None if self._guards is None else self._guards.find_written()
         guards = guards or ModuleGuards(roots, is_proven=self._proves)
-        self.guards, self._guard_key = guards, key
+        self._guards, self._guard_key = guards, key
         reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves_hooks)
         if reason is not None and not self._must:
             self._give_up(reason)
@@ -264,8 +263,8 @@ class Capture(Generic[Result]):
             else:
                 self._give_up(found)
             return None
-        if self.guards is not None and not self._recordings:
-            self.guards.note_addresses()
+        if self._guards is not None and not self._recordings:
+            self._guards.note_addresses()
         self._recordings[key] = found
         self._kinds.note_recording(key)
         return found
