@@ -50,25 +50,6 @@ def test_those_that_draw_wait_for_a_recording_and_do_not_for_each_other() -> Non
         assert is_alone
 
 
-def test_a_recording_waits_for_those_that_draw_but_not_for_ever() -> None:
-    gate, is_over = DrawGate(), threading.Event()
-
-    def draw() -> None:
-        with gate.drawing():
-            is_over.wait(SOON_S)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    while gate._num_drawing == 0:
-        pass
-    with gate.alone(0.01) as is_alone:
-        assert not is_alone
-    is_over.set()
-    with gate.alone(SOON_S) as is_alone:
-        assert is_alone
-    thread.join(SOON_S)
-
-
 def test_a_feeders_thread_draws_nothing_while_a_step_is_recorded() -> None:
     data = Drawn()
     with DRAW_GATE.alone(SOON_S):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import CallError
+from everygpu.parallel.cuda_graphs import transfer
 from tests.parallel.cuda_graphs.forwards import (
     NUM_STEPS,
     Devices,
@@ -57,8 +58,13 @@ class Odd(nn.Module):
         return out + self.sometimes if x.device.index in (None, 0) else out
 
 
-def test_parameters_of_all_kinds(recording: Devices) -> None:
-    check(recording, train, make=Odd, count=3)
+@pytest.mark.parametrize(("count", "kernels"), [(3, True), (1, True), (1, False)])
+def test_parameters_of_all_kinds(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch, count: int, kernels: bool
+) -> None:
+    if not kernels:  # as where there is no Triton
+        monkeypatch.setattr(transfer, "has_kernels", lambda devices: False)
+    check(recording, train, make=Odd, count=count)
 
 
 def test_an_output_is_let_go_before_its_loss(recording: Devices) -> None:

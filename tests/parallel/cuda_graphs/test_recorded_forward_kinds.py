@@ -205,7 +205,17 @@ class Recurrent(nn.Module):
         return self.cells(x.unsqueeze(1))[0].squeeze(1)
 
 
-@pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent])
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.scale = nn.Linear(6, 5), nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(x) * self.scale.conj().abs()
+
+
+@pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent, Conjugated])
 def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make: Any) -> None:
     check_grads(recording, make, num=None, warm_ups=NUM_STEPS)
 

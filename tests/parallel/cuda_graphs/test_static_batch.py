@@ -92,18 +92,6 @@ def test_batches_that_are_spread_already(devices: Devices) -> None:
         assert_same(held.read(), a)
 
 
-def test_rows_on_another_dimension(devices: Devices) -> None:
-    used = devices(2)
-    route = route_to(used, dim=1)
-    batch = ((rows_of(3, 6),), {}, (rows_of(2, 6, 4), torch.arange(6)))
-    held = StaticBatch(batch, route)
-    held.write(batch)
-    assert_same(held.read(), batch)
-    (x,), _, (y, z) = held.read()
-    assert x.shard_dim == y.shard_dim == 1
-    assert type(z) is Tensor
-
-
 def test_memory_format_is_kept(devices: Devices) -> None:
     used = devices(2)
     x = rows_of(4, 3, 5, 5).to(memory_format=torch.channels_last)

@@ -29,7 +29,7 @@ from everygpu.parallel.compiler.recordable_graph import (
     reason_in_python,
     source_of,
 )
-from everygpu.parallel.cuda_graphs.guards import find_hooks, is_observed, torch_settings
+from everygpu.parallel.cuda_graphs.guards import torch_settings
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.torch_private.dynamo import (
     cache_entries,
@@ -164,10 +164,6 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         return f"proofs by Dynamo are switched off for torch {torch.__version__}"
     if any(is_compiled(m) for m in module.modules()):
         return "the module has been compiled by torch.compile already"
-    if is_observed():
-        return "a mode, hook or anomaly detection observes every operation, which a recording would bypass"
-    if (reason := find_hooks([])) is not None:
-        return reason
     if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
         return "the module has parameters without a shape: its first call makes them"
     probe = torch.zeros((), device="cpu")
