@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from everygpu.parallel.compiler.load_graph import retarget
 
 GENERATED = (Path(__file__).parent / "generated_code.txt").read_text()
-"""What torch 2.11 generated for cuda:1, one kernel of it."""
+"""What torch 2.11 generated for cuda:1: one kernel of it, and its call."""
 
 
 def test_every_mention_of_the_gpu_is_rewritten() -> None:

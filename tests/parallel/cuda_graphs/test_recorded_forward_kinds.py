@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
@@ -249,7 +250,7 @@ def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
     check_grads(recording, Mixing, num=int(kind == "inference"))
 
 
-@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass"])
+@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
 def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str) -> None:
     class Scaled(Net):
         def forward(self, x: Tensor, options: Any) -> Any:
@@ -259,7 +260,7 @@ def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str)
     def options(flip: bool) -> Any:
         if kind == "empty":
             return {"flip" if flip else "stay": ()}
-        made = {"attribute": Marked, "dataclass": Noted}[kind]()
+        made = {"attribute": Marked, "dataclass": Noted, "registered": Registered}[kind]()
         made.flip = flip
         return made
 
@@ -284,6 +285,19 @@ class Noted:
 
     def __post_init__(self) -> None:
         self.flip = False
+
+
+class Registered:
+    flip = False
+
+
+def _unflatten(_: Any, flip: bool) -> Registered:
+    made = Registered()
+    made.flip = flip
+    return made
+
+
+register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
 
 
 def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 
 import everygpu
 from everygpu import tree
@@ -125,13 +124,6 @@ def test_equal_numbers_of_other_types_differ(devices: Devices) -> None:
     assert len(set(found)) == 3
 
 
-class Registered:
-    """A container that torch's pytree opens; what it keeps of it may be anything."""
-
-
-register_pytree_node(Registered, lambda x: ([], None), lambda children, context: Registered())
-
-
 @pytest.mark.parametrize(
     ("leaf", "reason"),
     [
@@ -139,7 +131,6 @@ register_pytree_node(Registered, lambda x: ([], None), lambda children, context:
         (torch.ones(4, 2).to_sparse(), "dense"),
         (object(), "object"),
         (lambda: None, "function"),
-        (Registered(), "a Registered, which"),
     ],
 )
 def test_what_has_no_fixed_address(devices: Devices, leaf: Any, reason: str) -> None:

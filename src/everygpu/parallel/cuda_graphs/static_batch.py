@@ -182,13 +182,13 @@ def _containers(value: Any) -> Any:
 
 
 def _own_state(value: Any, opened: tree.Container) -> tuple[Any, ...]:
-    """Return a container's attributes that aren't its children."""
+    """Return a container's attributes that aren't its children, and what torch's pytree keeps of it."""
     children = {id(child) for child in opened.children}
     state = {k: v for k, v in getattr(value, "__dict__", {}).items() if id(v) not in children}
     if isinstance(value, UserDict):
         state.pop("data")
     elif type(value) in SUPPORTED_NODES and not isinstance(value, (dict, list, tuple)):
-        raise NotStatic(f"the batch holds a {type(value).__qualname__}, which torch's pytree opens")
+        return (_frozen(SUPPORTED_NODES[type(value)].flatten_fn(value)[1]),)
     found = [leaf for name, v in state.items() for leaf in tree.leaves(v, f"{type(value).__qualname__}.{name}")]
     return tuple((path, _describe_plain(path, x)) for path, x in found)
 
@@ -213,6 +213,16 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) 
     if type(leaf) is not Tensor or not is_dense(leaf):
         raise NotStatic(f"{path} is no plain dense tensor")
     return leaf.shape, leaf.dtype, leaf.stride()  # with the plan, they tell how it is spread
+
+
+def _frozen(context: Any) -> Any:
+    if isinstance(context, (list, tuple)):
+        return tuple(map(_frozen, context))
+    try:
+        hash(context)
+    except TypeError as reason:
+        raise NotStatic(f"a container in the batch holds a {type(context).__qualname__}") from reason
+    return context
 
 
 def _describe_plain(path: str, value: Any) -> Any:
