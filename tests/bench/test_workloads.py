@@ -1,6 +1,5 @@
 """The models that come along: each trains, at a size for the CPU."""
 
-
 import pytest
 import torch
 
