@@ -27,12 +27,11 @@ def test_files_of_the_working_directory_are_not_run(trap, more):
     assert done.stdout.startswith("everygpu, version ")
 
 
-def test_python_path_goes_on_working_and_garbage_is_collected_once_imported(tmp_path):
+def test_python_path_goes_on_working(tmp_path):
     (tmp_path / "click.py").touch()
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "__init__.py").touch()
-    probe = "import click, gc; print(click.__file__, gc.isenabled(), gc.get_freeze_count() > 0)"
-    (tmp_path / "probe" / "__main__.py").write_text(probe)
+    (tmp_path / "probe" / "__main__.py").write_text("import click; print(click.__file__)")
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(python_command("probe"), env=environ, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == (f"{tmp_path / 'click.py'} True True\n", "")
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'click.py'}\n", "")

@@ -3,17 +3,10 @@
 import sys
 from pathlib import Path
 
-# What the import of a package makes stays: to look for garbage among it takes an eighth of the start. The path is set
-# before anything is imported. Where the interpreter puts the working directory, there is an empty name; it puts none
-# under PYTHONSAFEPATH.
+# The path is set before anything is imported. Where the interpreter puts the working directory, there is an empty name;
+# it puts none under PYTHONSAFEPATH.
 _CODE = """import sys
 sys.path[:not sys.path[0]] = [{root!r}]
-import gc
-import importlib
-gc.disable()
-importlib.import_module({package!r})
-gc.freeze()
-gc.enable()
 import runpy
 runpy.run_module({module!r}, run_name="__main__")
 """
@@ -29,10 +22,5 @@ def python_command(module: str, *args: str) -> list[str]:
         ``python -m``, which looks into the working directory first, where a ``random.py`` of the user, or of another
         one, would be run; ``python -P -m``, which Python 3.10 lacks, and which the scripts run there would inherit.
     """
-    root = str(Path(__file__).parents[1])
-    return [
-        sys.executable or "python",
-        "-c",
-        _CODE.format(root=root, package=module.rpartition(".")[0] or module, module=module),
-        *args,
-    ]
+    code = _CODE.format(root=str(Path(__file__).parents[1]), module=module)
+    return [sys.executable or "python", "-c", code, *args]

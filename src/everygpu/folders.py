@@ -1,6 +1,5 @@
 """Where small files of this user go: those of running processes, and what is worth keeping."""
 
-import json
 import os
 import stat
 import sys
@@ -8,7 +7,6 @@ import tempfile
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from platformdirs import user_cache_path, user_runtime_path
 
@@ -62,16 +60,3 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def read_json(path: Path) -> Any:
-    """Read a file that ``write_whole`` wrote, or whatever lies in its place.
-
-    Raises:
-        OSError: it can't be read.
-        ValueError: it is no JSON, or is too deep.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as cause:
-        raise ValueError(f"{path} is nested too deeply.") from cause

@@ -8,17 +8,6 @@ import everygpu
 from tests.bench.rows import OWN, measure
 
 
-# DDP's: tests/cli/test_bench.py.
-@pytest.mark.parametrize(("peer", "num_devices"), [("single", 1), ("ours", 2), ("step", 2)])
-def test_figures_of_a_row(peer, num_devices):
-    row = measure(peer)
-    assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
-    assert row["steps_per_s"] == pytest.approx(1e3 / row["ms"])
-    assert (row["num_devices"], row["rows_per_device"], row["peak_gib"]) == (num_devices, 6, [])
-    assert row["samples_per_s"] == pytest.approx(6 * num_devices * row["steps_per_s"])
-    assert 100 < row["startup_s"] < 200
-
-
 def test_the_engine_that_ran_is_told(monkeypatch):
     stats = everygpu.TrainStep.stats
     monkeypatch.setattr(everygpu.DataParallel, "engine_in_use", property(lambda net: "threads"), raising=False)

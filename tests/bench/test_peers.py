@@ -55,17 +55,3 @@ def test_precision_is_that_of_the_forward(precision, dtype):
         work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")], precision=precision)
         ROWS[peer](work)()
     assert seen == [dtype] * 3
-
-
-@pytest.mark.parametrize(("peer", "rows"), [("single", 6), ("ours", 18), ("step", 18)])
-def test_every_device_has_rows_of_its_own(peer, rows):
-    seen = []
-    training = find_training(f"{OWN}classifier")
-
-    def loss(output, target):
-        seen.append((len(output), len(target)))
-        return nn.functional.cross_entropy(output, target)
-
-    work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")] * 3, precision="fp32")
-    ROWS[peer](work)()
-    assert seen == [(rows, rows)]

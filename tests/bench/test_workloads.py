@@ -1,7 +1,5 @@
 """The models that come along: each trains, at a size for the CPU."""
 
-import copy
-
 import pytest
 import torch
 
@@ -33,21 +31,6 @@ def test_it_trains(name, is_bf16):
     optimizer.step()
     assert [key for key, p in model.named_parameters() if not p.grad.isfinite().all()] == []
     assert any(not torch.equal(before[key], p) for key, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("name", ["bert", "tiny"])
-def test_two_devices_do_as_one(name):
-    model, loss, _, batch = make(name)
-    net = everygpu.DataParallel(copy.deepcopy(model), ["cpu"] * 2)
-    for one in list_batches(batch):
-        model.zero_grad()
-        net.zero_grad()
-        alone, spread = compute_loss(model, loss, one), compute_loss(net, loss, one)
-        alone.backward()
-        spread.backward()
-        torch.testing.assert_close(spread, alone)
-        grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-        torch.testing.assert_close({key: p.grad for key, p in net.module.named_parameters()}, grads)
 
 
 def test_what_the_classifier_returns_keeps_its_class():

@@ -144,13 +144,6 @@ def test_mig_mode_is_told(show):
 HOLDERS = {BOX[0].uuid: Holder(pid=12, command="train.py")}
 
 
-def test_reservations_are_shown(show):
-    out = show(BOX, holders=HOLDERS)
-    assert "reserved by process 12 (train.py)" in out
-    records = json.loads(show(BOX, "--json", holders=HOLDERS))["devices"]
-    assert [record["reserved_by"] for record in records] == [{"pid": 12, "command": "train.py"}, None]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

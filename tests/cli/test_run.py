@@ -104,14 +104,6 @@ def test_a_script_may_run_without_an_output(script):
     assert "Traceback" not in done.stderr
 
 
-def test_unmet_request_is_three_and_the_script_does_not_run(script, tmp_path):
-    done = run("--gpus", "3", script("print('ran')"), fake_gpus=tmp_path)
-    assert done.returncode == 3
-    assert done.stdout == ""
-    assert "Found 2 of 3 requested GPUs" in done.stderr
-    assert "GPU 1   NVIDIA H200" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "warns"),
     [

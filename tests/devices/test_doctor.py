@@ -209,12 +209,6 @@ def test_machines_that_are_unusable(examine, system, library, build, state):
     assert states["driver"] == state
 
 
-def test_wrong_copies_are_no_reason_not_to_use_the_gpus(examine):
-    diagnosis, states, _ = examine(FakeNvml(*two_h200s()), BUILD, found={(0, 1): WRONG, (1, 0): WRONG})
-    assert diagnosis.is_usable
-    assert states["P2P"] == "warning"
-
-
 def test_one_gpu_and_a_quick_look_copy_nothing(examine):
     assert examine(FakeNvml(Gpu()), replace(BUILD, num_devices=1))[2] == []
     diagnosis, states, tests = examine(FakeNvml(*two_h200s()), BUILD, test_peers=False)

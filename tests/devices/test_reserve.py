@@ -142,7 +142,6 @@ def test_uuid_with_slashes_is_no_folder(folder):
         "{}",
         "[]",
         "not json",
-        "[" * 100_000,
         '{"pid": "x", "command": "y"}',
         '{"pid": 1e999, "command": "y"}',
     ],

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
@@ -63,10 +61,6 @@ def test_same_as_the_driver(text):
     assert pick_visible(text, H200_UUIDS) == RECORDED[text]
 
 
-def test_not_set_leaves_every_device():
-    assert pick_visible(None, H200_UUIDS) == [0, 1]
-
-
 FOUR = [f"GPU-{digit * 8}-0df6-c9f7-a45c-22c4343803ae" for digit in "abcd"]
 
 
@@ -92,22 +86,6 @@ def test_table_of_four_gpus(fake_cuda, text, physical):
     if physical:
         fake_cuda([sample.uuid[4:] for sample in shown], library)
         assert [(d.device.index, d.index) for d in visible_devices()] == list(enumerate(physical))
-
-
-@given(order=st.permutations(range(6)), count=st.integers(0, 6))
-def test_valid_indices_come_out_as_written(order, count):
-    uuids = [make_sample(index).uuid for index in range(6)]
-    expected = order[:count]
-    assert pick_visible(",".join(map(str, expected)), uuids) == expected
-    assert pick_visible(",".join(uuids[index] for index in expected), uuids) == expected
-
-
-@given(uuids=st.lists(st.uuids(), min_size=1, max_size=8, unique=True), data=st.data())
-def test_a_prefix_names_a_device_exactly_when_it_is_the_only_one(uuids, data):
-    names = [f"GPU-{uuid}" for uuid in uuids]
-    prefix = data.draw(st.sampled_from(names))[: data.draw(st.integers(4, 40))]
-    sharing = [position for position, name in enumerate(names) if name.startswith(prefix)]
-    assert pick_visible(prefix, names) == (sharing if len(sharing) == 1 else [])
 
 
 @pytest.mark.parametrize(

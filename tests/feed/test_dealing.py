@@ -1,36 +1,20 @@
 """Rows of a batch for each rank: none lost, none twice, in order."""
 
-from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import TensorDataset
 
 import everygpu
 from everygpu.errors import SplitError
-from everygpu.feed.dealing import Dealing, kind_of
+from everygpu.feed.dealing import Dealing
 
 
 def dealings(kind, size):
     return [Dealing(SimpleNamespace(rank=rank, size=size), kind) for rank in range(size)]
-
-
-@given(sizes=st.lists(st.integers(1, 9), max_size=5), num_ranks=st.integers(1, 6))
-def test_lists_of_indices_are_cut_as_whole_batches_are(sizes, num_ranks):
-    batches = [[10 * i + j for j in range(size)] for i, size in enumerate(sizes)]
-    cut, whole = [], []
-    for by_index, by_rows in zip(dealings("indexed", num_ranks), dealings("whole", num_ranks)):
-        read = [torch.tensor(indices) for indices in by_index.cut(iter(batches))]
-        cut.append([by_index.take(batch).tolist() for batch in read])
-        whole.append([by_rows.take(torch.tensor(batch)).tolist() for batch in batches])
-    assert cut == whole
-    assert [list(chain(*rows)) for rows in zip(*cut)] == batches
 
 
 def test_rows_of_any_dimension_and_of_arrays():
@@ -60,19 +44,3 @@ def test_a_batch_that_cant_be_without_rows_is_an_error_only_where_one_is_needed(
 
 
 DATA = TensorDataset(torch.arange(8))
-
-
-@pytest.mark.parametrize(
-    ("loader", "sharded", "kind"),
-    [
-        (DataLoader(DATA, 2), False, "indexed"),
-        (DataLoader(DATA, 2), True, "sharded"),
-        (DataLoader(DATA, batch_size=None), False, "whole"),
-        (DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)), False, "sharded"),
-        (DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 1, 0)), False, "indexed"),
-        ([torch.ones(2)], False, "whole"),
-        ([torch.ones(2)], True, "sharded"),
-    ],
-)
-def test_what_a_loader_is_taken_for(loader, sharded, kind):
-    assert kind_of(loader, sharded) == kind

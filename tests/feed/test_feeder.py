@@ -224,11 +224,6 @@ class TestLoaders:
             assert list(first) == []
         feeder.close()
 
-    def test_an_infinite_loader(self):
-        feeder = Feeder((torch.full((2,), i) for i in itertools.count()), ["cpu"] * 2)
-        firsts = [x[0].item() for x in itertools.islice(feeder, 5)]
-        assert firsts == list(range(5))
-
     def test_loops_side_by_side(self):
         feeder = Feeder(batches(3), ["cpu"] * 2)
         pairs = [(a[0][0, 0].item(), b[0][0, 0].item()) for a, b in zip(feeder, feeder)]

@@ -11,14 +11,6 @@ from everygpu.feed import one_pass
 from everygpu.feed.one_pass import WARN_AFTER_STEPS, FeedReport
 
 
-def test_the_report_is_the_mean_of_all_steps():
-    report = FeedReport()
-    assert report.wait_pct == 0
-    for step in ((1.0, 0.5), (3.0, 0.5)):
-        report.add(*step, warns=True)
-    assert (report.num_steps, report.step_s, report.wait_s, report.wait_pct) == (2, 2.0, 0.5, 25)
-
-
 @pytest.mark.parametrize(("waits", "num"), [([0.34] * 300, 1), ([0.1] * 300, 0), ([0.9] * (WARN_AFTER_STEPS - 1), 0)])
 def test_a_warning_comes_once_with_figures(caplog, waits, num):
     report = FeedReport()

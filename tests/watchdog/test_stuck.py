@@ -75,15 +75,6 @@ def test_of_nested_operations_the_inner_one_counts_and_the_next_one_at_the_same_
     assert settled().places == []
 
 
-def test_what_waits_for_other_replicas_and_other_code_is_nowhere() -> None:
-    def work(over: threading.Event) -> None:
-        with running("forward"), running("barrier", waits_for="replicas"):
-            over.wait()
-
-    with beside(work), beside(lambda over: over.wait()):
-        assert settled().places == []
-
-
 def test_one_backward_is_told_from_the_next_at_the_same_place() -> None:
     steps = [threading.Event() for _ in range(2)]
 

@@ -20,8 +20,6 @@ _DEFAULT = ("gpt2", "resnet50", "resnet18")
 PEERS = ("single", "dp", "ddp", "ours", "ours_ranks", "step")
 _ON_CPU = ("single", "ddp", "ours", "step")
 _NUM_CPU_REPLICAS = 2
-MAX_TIMEOUT_S = 1_000_000
-"""Eleven days; the system counts milliseconds in 32 bits."""
 
 
 @click.command("bench")
@@ -42,7 +40,7 @@ MAX_TIMEOUT_S = 1_000_000
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True, max=MAX_TIMEOUT_S),
+    type=click.FloatRange(min=0, min_open=True, max=1e6),
     default=300.0,
     show_default=True,
     metavar="SECONDS",

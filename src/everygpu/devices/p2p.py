@@ -22,7 +22,7 @@ import torch
 from everygpu.child import python_command
 from everygpu.devices import nvml
 from everygpu.errors import OptionError
-from everygpu.folders import cache_folder, read_json, write_whole
+from everygpu.folders import cache_folder, write_whole
 
 logger = logging.getLogger("everygpu")
 MODULE = "everygpu.devices.peer_test"
@@ -203,7 +203,7 @@ def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:
 
 def _read_cache() -> dict[str, Any]:
     try:
-        kept = read_json(cache_folder() / "p2p.json")
+        kept = json.loads((cache_folder() / "p2p.json").read_text())
         return dict(kept["pairs"]) if kept["machine"] == _machine() else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from filelock import BaseFileLock, FileLock, Timeout
 
 from everygpu.devices.nvml import DeviceSample
-from everygpu.folders import read_json, runtime_folder, write_whole
+from everygpu.folders import runtime_folder, write_whole
 
 logger = logging.getLogger("everygpu")
 OWN = "EVERYGPU_RESERVED"
@@ -115,7 +115,7 @@ def _is_held(path: Path) -> bool:
 
 def _read_holder(path: Path) -> Holder:
     try:
-        told = read_json(path.with_suffix(".json"))
+        told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         return Holder(pid=int(told["pid"]), command=str(told["command"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return Holder(pid=None, command=None)

@@ -100,7 +100,8 @@ def find_batch_size(
         raise OptionError("find_batch_size: The batch has no tensor with rows. Pass one batch of the loader.")
     trials: list[tuple[int, bool]] = []
 
-    def fits(size: int) -> bool:
+    def fits(rows_each: int) -> bool:
+        size = min(rows_each * count, max_rows)
         is_fit = _attempt(step, resize(batch, size, route.dim, count), gpus)
         trials.append((size, is_fit))
         if wrapper is not None:
@@ -108,13 +109,12 @@ def find_batch_size(
         _return_memory(gpus)
         return is_fit
 
-    lowest = min(count, max_rows)
-    start = min(max(num_rows, lowest), max_rows)
     with _limited_memory(gpus, headroom_pct), _restored(model, optimizer):
-        found = _find_size(fits, start, lowest, max_rows, grain=count)
+        found = min(count * _find_size(fits, max(1, num_rows // count), -(-max_rows // count)), max_rows)
     if found == 0:
         raise torch.OutOfMemoryError(
-            f"find_batch_size: not even {lowest} rows fit. Use lower precision, or activation checkpointing."
+            f"find_batch_size: not even {min(count, max_rows)} rows fit. Use lower precision, or activation "
+            f"checkpointing."
         )
     return BatchSizeReport(num_rows=found, trials=tuple(trials))
 
@@ -152,24 +152,15 @@ def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
         return tree.map_leaves(repeat, batch, open_batch)
 
 
-def _find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int:
-    """Double or halve until a smaller size fits and a larger doesn't, then bisect in multiples of the grain; or 0."""
-    low, high, size = 0, highest + 1, start
-    while low < size < high:
+def _find_size(fits: Callable[[int], bool], start: int, highest: int) -> int:
+    """Double or halve until a smaller size fits and a larger doesn't, then bisect; 0 where not even 1 does."""
+    low, high, size = 0, highest + 1, min(start, highest)
+    while low < highest and high - low > max(1, PRECISION * low * (high <= highest)):
         if fits(size):
             low = size
         else:
             high = size
-        if not low:
-            size = max(high // 2, lowest)
-        elif high > highest:
-            size = min(2 * low, highest)
-        elif high - low <= max(1, PRECISION * low):
-            break
-        else:
-            middle = (low + high) // 2
-            rounded = middle // grain * grain
-            size = rounded if rounded > low else middle if low < grain else low
+        size = min(2 * low, highest) if high > highest else (low + high) // 2
     return low
 
 
