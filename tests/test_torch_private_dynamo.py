@@ -19,8 +19,9 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
     def backend(graph, inputs):
         trace = dynamo.current_trace()
         effects = trace.side_effects
-        written = [v.source.name for v in dynamo.modified_variables(effects) if dynamo.is_from_before(v)]
-        found.update(written=written, objects=dynamo.traced_objects(trace), code=dynamo.traced_code(trace))
+        written = [v for v in dynamo.modified_variables(effects) if dynamo.is_from_before(v)]
+        found.update(objects=dynamo.traced_objects(trace), code=dynamo.traced_code(trace), written=len(written))
+        found["constants"] = [dynamo.written_constants(effects, v) for v in written]
         found["rest"] = trace.random_calls, effects.tensor_hooks, effects.store_attr_mutations, trace.root_tx.f_globals
         return graph.forward
 
@@ -28,6 +29,7 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
 
     def function(layer, x):
         kept.append(cached())
+        layer.size = 3
         return layer(x) if not torch.compiler.is_compiling() else x
 
     layer, x = nn.Linear(2, 2), torch.ones(2)
@@ -38,10 +40,12 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
         dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}),
     ):
         torch.compile(function, backend=backend)(layer, x)
-    assert len(found["written"]) == 1
+    assert found["written"] == 2
+    assert [rows for rows in found["constants"] if rows] == [[(layer, "size", 3)]]
     assert any(value is layer for value in found["objects"])
     assert {function.__code__, nn.Linear.forward.__code__} <= set(found["code"])
-    assert found["rest"] == ([], {}, {}, globals())
+    assert found["rest"][:2] == ([], {})
+    assert found["rest"][3] is globals()
     (entry,) = dynamo.cache_entries(function.__code__)
     assert not entry.guard_manager.check({"layer": layer, "x": x})  # ``kept`` is longer now
     dynamo.drop_code(function.__code__)

@@ -34,6 +34,14 @@ def modified_variables(side_effects: Any) -> list[Any]:
     return modified
 
 
+def written_constants(side_effects: Any, variable: Any) -> list[tuple[Any, str, Any]]:
+    """Return the object, name and value of each attribute that a trace writes to a variable, if these are constants."""
+    written = side_effects.store_attr_mutations.get(variable, {})
+    if "value" not in vars(variable) or not all(value.is_python_constant() for value in written.values()):
+        return []
+    return [(variable.value, name, value.as_python_constant()) for name, value in written.items()]
+
+
 def traced_objects(trace: Any) -> list[Any]:
     """Return the objects that a trace has met: modules, and whatever else has attributes or contents."""
     variables = trace.side_effects.id_to_variable.values()

@@ -261,6 +261,29 @@ def test_an_argument_that_is_an_attribute_as_well_is_not_recorded(proven):
     assert whole_graph.holds((x.clone(),), {})
 
 
+class Sized(nn.Module):
+    """Notes what it was given, as transformers' Swin does."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.width = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        self.width = x.shape[1]
+        return self.lin(x) * self.width
+
+
+def test_an_attribute_may_be_written_with_the_value_that_it_has():
+    module, call = Sized(), ((torch.ones(3, 4),), {})
+    graph = WholeGraph(module)
+    assert "forward writes to module.width" in graph.prove(*call)
+    module(*call[0])
+    assert graph.prove(*call) is None
+    assert graph.holds(*call)
+    module.width = 5  # a launch would leave it so
+    assert not graph.holds(*call)
+
+
 def test_one_tensor_given_twice_stays_one():
     whole_graph, x = WholeGraph(nn.Bilinear(4, 4, 2)), torch.rand(3, 4)
     assert whole_graph.prove((x, x), {}) is None

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
-from everygpu.torch_private.dynamo import is_from_before, is_higher_order, modified_variables, open_context_vars
+from everygpu.torch_private.dynamo import (
+    is_from_before,
+    is_higher_order,
+    modified_variables,
+    open_context_vars,
+    written_constants,
+)
 
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -31,6 +37,7 @@ _STATEMENTS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
 _WITHOUT_RESULT = {*_STATEMENTS, "setitem", "_log_api_usage_once"}
 _MOVES_TENSORS = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "register_hook", "detach_", "swap_tensors"}
 """``x.data = y`` is the first up to torch 2.13, the second from 2.15 on."""
+_NUMBERS = {bool, int, float, str}
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "arange", "linspace"}
 """What makes the same values in each call, so that a copy of them may be recorded."""
 
@@ -56,7 +63,7 @@ def reason_in_python(trace: Any) -> str | None:
         return "forward draws a random number on the host, which a recording keeps"
     effects = trace.side_effects
     for variable in modified_variables(effects):
-        if is_from_before(variable):
+        if is_from_before(variable) and not _kept(effects, variable):
             stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
             where = in_line(stacks[-1] if stacks else [])
             return f"forward writes to {_written_name(effects, variable)}{where}, which a recording doesn't repeat"
@@ -65,6 +72,21 @@ def reason_in_python(trace: Any) -> str | None:
     if effects.tensor_hooks:
         return "forward adds a hook to a tensor, which a recording doesn't repeat"
     return None
+
+
+def kept_attributes(trace: Any) -> list[tuple[Any, str]]:
+    """Return objects and names of the attributes that a trace writes, and leaves as they are."""
+    return [pair for variable in modified_variables(trace.side_effects) for pair in _kept(trace.side_effects, variable)]
+
+
+def _kept(effects: Any, variable: Any) -> list[tuple[Any, str]]:
+    """Return the attributes that are written to an object, if each has this value, such as a size, already."""
+    written = written_constants(effects, variable)
+    are_there = (
+        type(value) in _NUMBERS and type(now := getattr(of, "__dict__", {}).get(name)) is type(value) and now == value
+        for of, name, value in written
+    )
+    return [(of, name) for of, name, _ in written] if all(are_there) else []
 
 
 def _written_name(effects: Any, variable: Any) -> str:

@@ -24,6 +24,7 @@ from everygpu.parallel.compiler.recordable_graph import (
     in_line,
     innermost,
     is_argument,
+    kept_attributes,
     reads_environment,
     reason_in_graph,
     reason_in_python,
@@ -206,13 +207,15 @@ def _tensor_reader(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[
 
 def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
     """Make what reads what Dynamo takes to stay as it is: of the classes of all objects that a trace has met the number
-    of attributes, and the functions whose code was traced; context variables; and the environment, where it is read.
+    of attributes, and the functions whose code was traced; context variables; the environment, where it is read; and
+    attributes that forward writes, which a recording doesn't, as they have these values already.
     """
     codes, classes = traced_code(trace), {type(value) for value in traced_objects(trace)}
     traced = set(map(id, codes))
     spaces = [vars(base) for base in {base for owner in classes for base in owner.__mro__}]
     places = [(owner, name) for owner in classes for name in dir(owner) if id(_code_of(owner, name)[1]) in traced]
     context = list(context_var_reads(trace))
+    kept = kept_attributes(trace)
     environments = [os.environ] if any(map(reads_environment, codes)) else []
 
     def read() -> list[Any]:
@@ -222,6 +225,7 @@ def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
             *starmap(_code_of, places),
             *((type(v), v) for v in values),
             *map(dict, environments),
+            *(vars(of).get(name) for of, name in kept),
         ]
 
     return read
