@@ -12,6 +12,8 @@ from everygpu.parallel.fully_sharded.plan import plan_memory
 from tests.parallel.fully_sharded.training import VOCABULARY, Net
 
 FILE = """
+from __future__ import annotations
+from dataclasses import dataclass
 import torch
 from torch import nn
 
@@ -25,7 +27,10 @@ class Block(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 def bare():
-    return nn.Sequential(*(Block() for _ in range(4)))
+    @dataclass  # which looks for the module of its annotations
+    class Sizes:
+        blocks: int = 4
+    return nn.Sequential(*(Block() for _ in range(Sizes().blocks)))
 
 def build():
     return bare(), torch.zeros(2, 512, 64)

@@ -142,7 +142,7 @@ class TestTrainer:
             ("bert", {"average_tokens_across_devices": False}),
             ("bert", {"compute_loss_func": sum_for_two_gpus}),
         ],
-        ids=str,
+        ids=lambda value: value if isinstance(value, str) else "-".join(value),
     )
     def test_training_equals_one_device(self, devices, tmp_path, name, options):
         assert_same_training(*train_pair(tmp_path, name, devices(2), **options))
@@ -204,7 +204,7 @@ class OnTwoGPUs(nn.DataParallel):
         ("bert", {"compute_loss_func": sum_over_items}),
         ("llama", {"num_rows": 17}),  # of which the last batch has one: a single replica runs
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 @pytest.mark.cards(2)  # nn.DataParallel's own
 def test_training_equals_nn_data_parallel(devices, tmp_path, monkeypatch, request, name, options):

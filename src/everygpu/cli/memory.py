@@ -1,9 +1,11 @@
 """``everygpu plan``: what a model takes of each GPU, before a GPU is rented."""
 
-import runpy
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -63,14 +65,27 @@ def _call(module: Any, batch: Any) -> Any:
 
 
 def _find(build: str) -> Callable[[], Any]:
-    """Return the function that is named, of a file."""
+    """Return the function that is named, of a file or of a module."""
     place, _, name = build.rpartition(":")
     if not place:
         raise OptionError(f"{build!r} names no function. Write for instance train.py:build.")
-    if not Path(place).is_file():
-        raise OptionError(f"No file {place!r}. Check the path.")
     sys.path.insert(0, str(Path.cwd()))
-    function = runpy.run_path(place, run_name=Path(place).stem).get(name)
+    function = getattr(_load(place), name, None)
     if not callable(function):
         raise OptionError(f"No function {name!r} in {place}. Check the name.")
     return function  # type: ignore[no-any-return]
+
+
+def _load(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise OptionError(f"No module {place!r}: {error}. Run the command in the directory of the file.") from error
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None or not Path(place).is_file():
+        raise OptionError(f"No file {place!r}. Check the path.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and pickles look for it
+    spec.loader.exec_module(module)
+    return module
