@@ -76,7 +76,7 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
     used = devices(2)
     with caplog.at_level(logging.INFO, "everygpu"):
         pair = Pair(used, Mine, clip_norm=1.0, accumulate=2, capture=False)
-    assert f"TrainStep: Mine can't be spread; it steps on {used[0]}." in caplog.messages
+    assert f"TrainStep: Mine can't be spread, so the optimizer steps on {used[0]}." in caplog.messages
     pair.train(pair.data(8))
     pair.check()
 

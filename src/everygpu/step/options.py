@@ -164,26 +164,21 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Sha
         return FullyShardedUpdate(model, model.rank_model.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
-    if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
+    is_alone = len(model.replica_devices) == 1 and model.rank_model is None
+    if is_alone and not captures:
         return ShardedUpdate(model, optimizer)
+    reason, level = None, logging.INFO
     if own:
-        logger.info("TrainStep: the update is on %s, as the model has its own %s.", model.src_device_obj, own)
-        return ShardedUpdate(model, optimizer)
-    if len(set(counts)) > 1:
-        logger.warning(
-            "TrainStep: ranks have %s devices, so the update of each is on its first alone. Give all as many, and it "
-            "is spread over them.",
-            ", ".join(map(str, counts)),
-        )
-        return ShardedUpdate(model, optimizer)
-    if not can_shard(optimizer):
-        logger.info(
-            "TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.replica_devices[0]
-        )
+        reason = f"the model has its own {own}"
+    elif len(set(counts)) > 1:
+        reason, level = f"ranks have {', '.join(map(str, counts))} devices, not all as many", logging.WARNING
+    elif not can_shard(optimizer):
+        reason = f"{type(optimizer).__name__} can't be spread"
+    if reason is not None:
+        logger.log(level, "TrainStep: %s, so the optimizer steps on %s.", reason, model.replica_devices[0])
         return ShardedUpdate(model, optimizer)
     sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
-    settles = len(model.replica_devices) == 1 and model.rank_model is None
-    return ShardedUpdate(model, sharded, fixed=captures, settles=settles)
+    return ShardedUpdate(model, sharded, fixed=captures, settles=is_alone)
 
 
 def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:

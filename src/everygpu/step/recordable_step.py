@@ -112,7 +112,7 @@ class RecordableStep(Recordable[Tensor]):
             touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
             return _Recorded(loss, touched, None, moments=moments)
         norm = update.launch(step.clip_norm)
-        return _Recorded(loss, update.touched(), update, norm)
+        return _Recorded(loss, update.touched, update, norm)
 
     def try_otherwise(self) -> bool:
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that

@@ -16,7 +16,7 @@ from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
 from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
-from everygpu.step.parameter_checks import check_memory
+from everygpu.step.flat_parameters import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
 from everygpu.torch_private.tensors import foreach_copy_
 
