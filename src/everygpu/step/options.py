@@ -148,23 +148,18 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False and not own
 
 
-def _device_counts(model: DataParallel) -> list[int]:
-    """Return how many devices each rank has; all ranks have to ask."""
-    num_devices, ranks = len(model.replica_devices), model.rank_model
-    return [num_devices] if ranks is None else ranks.group.gather(num_devices)
-
-
 def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> ShardedUpdate:
     """Choose where gradients are and what applies them, by optimizer and devices."""
     if not captures:
         model.give_up_recording("TrainStep was made with capture=False")
-    own, counts = own_code(model), _device_counts(model)
+    num_devices, ranks = len(model.replica_devices), model.rank_model
+    own, counts = own_code(model), [num_devices] if ranks is None else ranks.group.gather(num_devices)
     _check_optimizer(model, optimizer, own, counts)
-    if model.rank_model is not None and is_shared_out(model):
-        return FullyShardedUpdate(model, model.rank_model.group, optimizer)
+    if ranks is not None and is_shared_out(model):
+        return FullyShardedUpdate(model, ranks.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
-    is_alone = len(model.replica_devices) == 1 and model.rank_model is None
+    is_alone = num_devices == 1 and ranks is None
     if is_alone and not captures:
         return ShardedUpdate(model, optimizer)
     reason, level = None, logging.INFO
