@@ -130,6 +130,22 @@ def smoothed(output: Tensor, target: Tensor, *, smoothing: float) -> Tensor:
     return F.cross_entropy(output, target, label_smoothing=smoothing)
 
 
+WEIGHT = 1.0
+
+
+def make_method() -> Any:
+    """A loss that reads an attribute of its object, a variable around it and a global one."""
+    globals()["WEIGHT"] = scale = 1.0
+
+    class Trainer:
+        weight = 1.0
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(output, target) * self.weight * scale * WEIGHT
+
+    return Trainer().loss
+
+
 class Configured(Net):
     """Looks at an object of its own."""
 
@@ -160,6 +176,14 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
     "a partial": (
         {"loss": lambda: functools.partial(smoothed, smoothing=0.0)},
         [lambda step: step.loss.keywords.update(smoothing=0.5)],
+    ),
+    "a method": (
+        {"loss": make_method},
+        [
+            lambda step: setattr(step.loss.__self__, "weight", 3.0),
+            lambda step: setattr(step.loss.__func__.__closure__[0], "cell_contents", 0.5),
+            lambda step: globals().update(WEIGHT=0.5),
+        ],
     ),
     "the loss": (
         {"loss": nn.CrossEntropyLoss},

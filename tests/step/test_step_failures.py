@@ -91,6 +91,13 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
         ({"loss": 3}, "loss must be callable"),
         ({"loss": nn.CrossEntropyLoss}, r"got the class CrossEntropyLoss.*Pass CrossEntropyLoss\(\)"),
         ({"compile": True}, "engine='compile'"),
+        ({"capture": "yes"}, "capture must be 'auto', True or False, got 'yes'"),
+        ({"capture": 1}, "capture must be 'auto', True or False, got 1"),
+        ({"capture": True}, "capture=True needs CUDA devices"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite must be one of"),
+        ({"on_nonfinite": True}, "on_nonfinite must be one of"),
+        ({"check_every": 0}, "check_every must be a whole number of updates, 1 or more, or None, got 0"),
+        ({"check_every": True}, "check_every must be a whole number of updates, 1 or more, or None, got True"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
