@@ -45,16 +45,18 @@ def check_options(
         raise OptionError(f"TrainStep: precision must be one of {tuple(PRECISIONS)}, got {precision!r}.")
     if on_nonfinite not in RULES:
         raise OptionError(f"TrainStep: on_nonfinite must be one of {RULES}, got {on_nonfinite!r}.")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+    if not _is_count(accumulate):
         raise OptionError(f"TrainStep: accumulate must be a whole number of 1 or more, got {accumulate!r}.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise OptionError(f"TrainStep: clip_norm must be a number above 0, or None, got {clip_norm!r}.")
-    if check_every is not None and (
-        isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 1
-    ):
+    if check_every is not None and not _is_count(check_every):
         raise OptionError(
             f"TrainStep: check_every must be a whole number of updates, 1 or more, or None, got {check_every!r}."
         )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
