@@ -64,6 +64,25 @@ def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: De
     assert num_recordings(step) == 2
 
 
+class Early(Net):
+    """Has a first layer that takes part only at times, and gets its gradient last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, early: bool = False) -> Tensor:
+        return super().forward(self.early(x) if early else x)
+
+
+def test_an_update_waits_for_a_gradient_that_the_step_before_did_not_have(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        losses += [step(X, Y, early=i % 2 == 0) for i in range(16)]
+        assert step._capture is None or num_recordings(step) == 3
+
+    check(recording, scenario, make=Early)
+
+
 def test_a_method_that_is_overridden_later_is_no_part_of_the_recording(recording: Devices) -> None:
     used = recording(2)
     net = Net().to(used[0])
