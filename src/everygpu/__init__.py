@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from everygpu.ranks.launch import launch as launch
     from everygpu.ranks.membership import is_main as is_main
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from everygpu.step.stats import StepStats as StepStats
+    from everygpu.step.train_step import StepStats as StepStats
     from everygpu.step.train_step import TrainStep as TrainStep
     from everygpu.watchdog import watch as watch
 
@@ -49,7 +49,7 @@ _HOME = {
     "Rows": "parallel",
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
-    "StepStats": "step.stats",
+    "StepStats": "step.train_step",
     "SyncBatchNorm": "parallel.batch_norm",
     "TrainStep": "step.train_step",
     "data_parallel": "parallel",

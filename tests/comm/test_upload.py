@@ -53,20 +53,6 @@ def test_the_cpu_copies_nothing():
     assert mark([torch.device("cpu")]) == []
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        torch.zeros(9, 9).to_sparse(),
-        torch.zeros(STAGE_FROM_BYTES, device="meta"),
-        torch.zeros(STAGE_FROM_BYTES // 4 - 1),
-        torch.nn.Parameter(torch.zeros(STAGE_FROM_BYTES)),
-    ],
-    ids=["sparse", "elsewhere", "small", "subclass"],
-)
-def test_what_is_not_staged(part):
-    assert upload._staged(part) is part
-
-
 def test_the_source_may_be_dropped_and_its_memory_used_again(devices):
     used = devices(2)
     for value in range(20):

@@ -64,6 +64,25 @@ def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: De
     assert num_recordings(step) == 2
 
 
+class Early(Net):
+    """Has a first layer that takes part only at times, and gets its gradient last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, early: bool = False) -> Tensor:
+        return super().forward(self.early(x) if early else x)
+
+
+def test_an_update_waits_for_a_gradient_that_the_step_before_did_not_have(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        losses += [step(X, Y, early=i % 2 == 0) for i in range(16)]
+        assert step._capture is None or num_recordings(step) == 3
+
+    check(recording, scenario, make=Early)
+
+
 def test_a_method_that_is_overridden_later_is_no_part_of_the_recording(recording: Devices) -> None:
     used = recording(2)
     net = Net().to(used[0])
@@ -130,6 +149,22 @@ def smoothed(output: Tensor, target: Tensor, *, smoothing: float) -> Tensor:
     return F.cross_entropy(output, target, label_smoothing=smoothing)
 
 
+WEIGHT = 1.0
+
+
+def make_method() -> Any:
+    """A loss that reads an attribute of its object, a variable around it and a global one."""
+    globals()["WEIGHT"] = scale = 1.0
+
+    class Trainer:
+        weight = 1.0
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(output, target) * self.weight * scale * WEIGHT
+
+    return Trainer().loss
+
+
 class Configured(Net):
     """Looks at an object of its own."""
 
@@ -160,6 +195,14 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
     "a partial": (
         {"loss": lambda: functools.partial(smoothed, smoothing=0.0)},
         [lambda step: step.loss.keywords.update(smoothing=0.5)],
+    ),
+    "a method": (
+        {"loss": make_method},
+        [
+            lambda step: setattr(step.loss.__self__, "weight", 3.0),
+            lambda step: setattr(step.loss.__func__.__closure__[0], "cell_contents", 0.5),
+            lambda step: globals().update(WEIGHT=0.5),
+        ],
     ),
     "the loss": (
         {"loss": nn.CrossEntropyLoss},

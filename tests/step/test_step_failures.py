@@ -76,7 +76,7 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
     used = devices(2)
     with caplog.at_level(logging.INFO, "everygpu"):
         pair = Pair(used, Mine, clip_norm=1.0, accumulate=2, capture=False)
-    assert f"TrainStep: Mine can't be spread; it steps on {used[0]}." in caplog.messages
+    assert f"TrainStep: Mine can't be spread, so the optimizer steps on {used[0]}." in caplog.messages
     pair.train(pair.data(8))
     pair.check()
 
@@ -91,6 +91,13 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
         ({"loss": 3}, "loss must be callable"),
         ({"loss": nn.CrossEntropyLoss}, r"got the class CrossEntropyLoss.*Pass CrossEntropyLoss\(\)"),
         ({"compile": True}, "engine='compile'"),
+        ({"capture": "yes"}, "capture must be 'auto', True or False, got 'yes'"),
+        ({"capture": 1}, "capture must be 'auto', True or False, got 1"),
+        ({"capture": True}, "capture=True needs CUDA devices"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite must be one of"),
+        ({"on_nonfinite": True}, "on_nonfinite must be one of"),
+        ({"check_every": 0}, "check_every must be a whole number of updates, 1 or more, or None, got 0"),
+        ({"check_every": True}, "check_every must be a whole number of updates, 1 or more, or None, got True"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -1,6 +1,7 @@
 """Updates that are recorded with a backward, from gradients where that leaves them."""
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,9 +69,12 @@ class EarlyUpdate(ABC):
         self._checks = checks
         self._devices = flat_params.devices
         self._plans = flat_params.plans
-        self._touched: set[int] = set()
+        self.touched: set[int] = set()
+        """The parameters that got a gradient, on any device."""
         self._marks = ReadyEvents(self._devices)
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
+        self._found_inf = [torch.zeros(len(self._plans), dtype=torch.float32, device=d) for d in self._devices]
+        """For each device and bucket, 1 where it is not updated."""
         self.status = torch.zeros((), dtype=torch.float32, device=self._devices[0])
         """Of the last update; see ``FiniteCheck``."""
 
@@ -82,21 +86,19 @@ class EarlyUpdate(ABC):
     def watching(self) -> Iterator[None]:
         """Take the gradients of a backward within."""
         self._clear()
-        handles = self._watch()
+        replicas = self._replicas()
+        awaited = [[slot.index for slot in plan.slots if slot.index in self._expected] for plan in self._plans]
         try:
-            yield
-            self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
+            with self._marks.watching([[[t[i] for i in row] for t in replicas] for row in awaited], self._watch):
+                yield
+            self.touched = {i for tensors in replicas for i, t in enumerate(tensors) if t.grad is not None}
+            for b, replica in itertools.product(self._used(self.touched - self._expected), range(len(replicas))):
+                self._marks.forget(b, replica)  # a gradient that wasn't expected may have come after the moment
             self._take_grads()
         finally:
-            for handle in handles:
-                handle.remove()
             self._clear()
-        if not self._shards.may_record(self._touched):
+        if not self._shards.may_record(self.touched):
             raise CaptureError("other parameters take part than in the steps before")
-
-    def touched(self) -> set[int]:
-        """Return the parameters that got a gradient, on any device."""
-        return self._touched
 
     @abstractmethod
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
@@ -108,17 +110,7 @@ class EarlyUpdate(ABC):
     def finish_recording(self) -> None:
         """After the recording: do what was no part of it, and let go of gradients."""
 
-    def _watch(self) -> list[RemovableHandle]:
-        handles = []
-        for b, plan in enumerate(self._plans):
-            for replica, tensors in enumerate(self._replicas()):
-                members = {slot.index: tensors[slot.index] for slot in plan.slots}
-                # An event is noted anew at each gradient that comes once all expected ones are there.
-                note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
-                handles += [self._on_accumulation(t, note) for t in members.values()]
-        return handles
-
-    def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    def _watch(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
         def complete(t: Tensor) -> None:
             if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
                 increment_version(t)
@@ -130,13 +122,15 @@ class EarlyUpdate(ABC):
     def _take_grads(self) -> None:
         """Keep all gradients."""
 
-    def _used(self) -> list[int]:
-        """List the buckets with gradients."""
-        plans = enumerate(self._plans)
-        return [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
+    def _used(self, params: set[int]) -> list[int]:
+        """List the buckets of some parameters."""
+        return [b for b, plan in enumerate(self._plans) if any(slot.index in params for slot in plan.slots)]
 
-    def _step(self, norm: Tensor | None, clip_norm: float | None) -> None:
-        """Step on gradients of which all are known, if the status says so; their norm is on the first device."""
+    def _step(self, norm: Tensor | None, clip_norm: float | None, grads: dict[int, Tensor] | None = None) -> None:
+        """Step on gradients of which all are known, if the status says so; their norm is on the first device.
+
+        They are in flat memory, or where ``grads`` says.
+        """
         found_inf, scales = None, None
         if self._checks:
             if norm is not None:
@@ -144,11 +138,7 @@ class EarlyUpdate(ABC):
             found_inf = comm.copy_to_each(torch.ne(self.status, MADE).float(), self._devices)
         if clip_norm is not None and norm is not None:
             scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
-        self._shards.step(self._touched, found_inf, grads=self._own_grads(), grad_scales=scales)
-
-    def _own_grads(self) -> dict[int, Tensor] | None:
-        """Return where gradients are, if not in flat memory."""
-        return None
+        self._shards.step(self.touched, found_inf, grads=grads, grad_scales=scales)
 
     def _replicas(self) -> list[list[Tensor]]:
         return [self._flat_params.params, *self._flat_params.twins]
@@ -162,38 +152,33 @@ class EarlyUpdate(ABC):
 class UpdateInPlace(EarlyUpdate):
     """Steps on one device as a plain loop does: on the parameters and their own gradients."""
 
-    def __init__(
-        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
-    ) -> None:
-        super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
-        self._grads: dict[int, Tensor] = {}
-        self._found_inf = torch.zeros(len(self._plans), dtype=torch.float32, device=self._devices[0])
-        """For each bucket, 1 where it is not updated."""
-        self._one = torch.ones((), dtype=torch.float32, device=self._devices[0])
+    _grads: dict[int, Tensor]
 
     def check(self, loss: Tensor) -> None:
         super().check(loss)
         if self._is_beside:
-            torch.ne(self.status.expand_as(self._found_inf), MADE, out=self._found_inf)
+            (found_inf,) = self._found_inf
+            torch.ne(self.status.expand_as(found_inf), MADE, out=found_inf)
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
         if self._is_beside:
-            self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used()})
+            self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used(self.touched)})
             if self._checks:
-                self.status.add_(self._found_inf.amax(), alpha=PARTLY - MADE)
+                self.status.add_(self._found_inf[0].amax(), alpha=PARTLY - MADE)
             return None
         needs_norm = self._checks or clip_norm is not None
         norm = norm_of(list(self._grads.values())).float() if needs_norm and self._grads else None
-        self._step(norm, clip_norm)
+        self._step(norm, clip_norm, self._grads)
         return norm
 
     def finish_recording(self) -> None:
         self._grads = {}
 
     def _take_grads(self) -> None:
+        self._grads = {}
         for b, plan in enumerate(self._plans):
             for slot in plan.slots:
-                if slot.index in self._touched:
+                if slot.index in self.touched:
                     grad = self._flat_params.params[slot.index].grad
                     laid = lay_out(grad, slot, plan.dtype, self._devices[0])
                     self._grads[slot.index] = laid.as_strided((slot.numel,), (1,))
@@ -201,14 +186,11 @@ class UpdateInPlace(EarlyUpdate):
                         self._marks.forget(b, 0)
 
     def _update(self, b: int) -> None:
-        grads = [self._grads[slot.index] for slot in self._plans[b].slots if slot.index in self._touched]
-        found = self._found_inf[b]
+        grads = [self._grads[slot.index] for slot in self._plans[b].slots if slot.index in self.touched]
+        found = self._found_inf[0][b]
         if self._checks:
-            unscale_(norms_of(grads), found, self._one)
-        self._shards.step(self._touched, [found] if self._checks else None, bucket=b, grads=self._grads)
-
-    def _own_grads(self) -> dict[int, Tensor]:
-        return self._grads
+            unscale_(norms_of(grads), found, self._made)  # which is 1
+        self._shards.step(self.touched, [found] if self._checks else None, bucket=b, grads=self._grads)
 
 
 class UpdateByChunks(EarlyUpdate):
@@ -225,8 +207,6 @@ class UpdateByChunks(EarlyUpdate):
         super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
         devices, plans = self._devices, self._plans
         comm.connect(devices)
-        self._found_inf = [torch.zeros(len(plans), dtype=torch.float32, device=d) for d in devices]
-        """For each device and bucket, 1 where it is not updated."""
         # What the kernels read: tables that are filled once the recording is made.
         self._sources = [GradTables(plan, devices, devices) for plan in plans]
         self._lengths = [[torch.zeros(plan.num_blocks, dtype=torch.int32, device=d) for d in devices] for plan in plans]
@@ -250,7 +230,7 @@ class UpdateByChunks(EarlyUpdate):
         self._marks.mark(_LOSS)
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        used = self._used()
+        used = self._used(self.touched)
         work = self._update if self._is_beside else self._reduce
         works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in used}
         if self._checks and self._is_beside:
@@ -271,13 +251,13 @@ class UpdateByChunks(EarlyUpdate):
         for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
             sources.write()
             for rank, row in enumerate(lengths):
-                row.copy_(block_lengths(plan, rank, self._touched))
+                row.copy_(block_lengths(plan, rank, self.touched))
 
     def _take_grads(self) -> None:
         """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
         for replica, tensors in enumerate(self._replicas()):
             for b, plan in enumerate(self._plans):
-                touched = [slot.index for slot in plan.slots if slot.index in self._touched]
+                touched = [slot.index for slot in plan.slots if slot.index in self.touched]
                 if self._sources[b].take(replica, {i: tensors[i].grad for i in touched}):
                     self._marks.forget(b, replica)
 
@@ -295,7 +275,7 @@ class UpdateByChunks(EarlyUpdate):
 
     def _update(self, b: int) -> None:
         self._reduce(b)
-        self._shards.step(self._touched, [found[b] for found in self._found_inf] if self._checks else None, bucket=b)
+        self._shards.step(self.touched, [found[b] for found in self._found_inf] if self._checks else None, bucket=b)
         self._send(b)
 
     def _send(self, b: int) -> None:

@@ -1,7 +1,7 @@
 """The memory of a training step: every trainable parameter and its gradient, side by side on every device."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.buckets.memory import make_twins, put_back, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, KeptBucket, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
 from everygpu.parallel.replicas.module_tree import has_hooks
-from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
 from everygpu.torch_private.tensors import num_storage_uses
 
 PerDevice = list[Tensor]
@@ -36,8 +36,7 @@ class FlatParameters:
     def __init__(
         self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None = None
     ) -> None:
-        check_place(params, devices[0])
-        check_grad_dtypes(params)
+        _check_places(params, devices[0])
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
@@ -102,7 +101,7 @@ class FlatParameters:
     def follow_edits(self) -> None:
         """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
         self.follow_counted_edits()
-        self._send([b for b in range(len(self.plans)) if self._differs(b)])
+        self._send(b for b in range(len(self.plans)) if self._differs(b))
 
     def follow_counted_edits(self) -> None:
         """Send what was moved, or written as far as torch counts it."""
@@ -116,7 +115,7 @@ class FlatParameters:
         if versions == self._versions:
             return
         written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
-        self._send([b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)])
+        self._send(b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots))
 
     def kept(self) -> list[KeptBucket]:
         """Return every device's copies, after edits that torch counts were sent; others would be lost by sending."""
@@ -171,9 +170,10 @@ class FlatParameters:
         """Return each parameter's place in a replica's memory."""
         return dict(enumerate(self._slots[replica]))
 
-    def whole_grad(self, index: int) -> Tensor:
-        """Return a parameter's gradient where there is a single device."""
-        return self._grad_slots[0][index]
+    def hand_back_grads(self) -> None:
+        """Give parameters on a single device the gradients of this update so far as their own."""
+        for i in self.touched():
+            self.params[i].grad = self._grad_slots[0][i]
 
     def touched(self, since: list[list[int]] | None = None) -> set[int]:
         """Return the parameters that have got a gradient, on any device."""
@@ -203,7 +203,7 @@ class FlatParameters:
         """Have graphs that still refer to the old values notice that there are new ones."""
         for tensors in (self.params, *self.twins):
             increment_version(tensors)
-        self._remember()
+        self._versions = versions_of(self.params)
 
     def chunks(self, buckets: Sequence[PerDevice]) -> list[PerDevice]:
         """Cut each device's own chunk out of its buckets."""
@@ -233,13 +233,10 @@ class FlatParameters:
         for p in self.params:
             p.grad = None
 
-    def _send(self, which: Any) -> None:
+    def _send(self, which: Iterable[int]) -> None:
         for b in which:
             first, *others = self.values[b]
             comm.broadcast(first, others)
-        self._remember()
-
-    def _remember(self) -> None:
         self._versions = versions_of(self.params)
 
     def _differs(self, b: int) -> bool:
@@ -257,3 +254,37 @@ def _layouts(params: Sequence[Tensor]) -> list[list[Any]]:
     """Return what memory is laid out by, one list for each property: it runs in every step."""
     plain = (list(map(get, params)) for get in _getters)
     return [list(map(has_hooks, params)), list(map(Tensor.stride, params)), *plain]
+
+
+def _check_places(params: Sequence[Tensor], device: torch.device) -> None:
+    """Refuse parameters on other devices, or whose gradients are to have another dtype."""
+    for i, p in enumerate(params):
+        if p.device != device:
+            raise PlacementError(
+                f"TrainStep: every parameter of the optimizer must be on {device}, got parameter {i} of shape "
+                f"{tuple(p.shape)} on {p.device}. Move its module there before making the optimizer."
+            )
+        if p.grad_dtype not in (None, p.dtype):  # None for any
+            raise OptimizerError(
+                f"TrainStep: gradients must have their parameters' dtypes, got parameter {i} of {p.dtype} with "
+                f"grad_dtype={p.grad_dtype}. Set its grad_dtype to {p.dtype}, or train with DataParallel in an "
+                f"ordinary loop."
+            )
+
+
+def check_memory(params: Sequence[Tensor]) -> None:
+    """Refuse parameters that lie within each other's memory, or have two elements at one place."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), i) for i, p in enumerate(params) if p.data_ptr())
+    end = 0
+    for begin, until, i in spans:
+        is_spread = any(size > 1 and step == 0 for size, step in zip(params[i].shape, params[i].stride()))
+        if begin < end or is_spread:
+            raise OptimizerError(
+                f"TrainStep, ShardedOptimizer: parameters must have memory of their own, got parameter {i} of shape "
+                f"{tuple(params[i].shape)}, which shares some. To tie weights, use one Parameter in both places."
+            )
+        end = max(end, until)
+
+
+def _extent_bytes(p: Tensor) -> int:
+    return (sum((size - 1) * step for size, step in zip(p.shape, p.stride())) + 1) * p.element_size()

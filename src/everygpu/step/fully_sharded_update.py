@@ -1,6 +1,5 @@
 """The update of a model that is shared out over ranks: gradients and states are where the parameters' rows are."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replica
 from everygpu.ranks.group import Group
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.shards import all_params
-from everygpu.step.update import Share, multiply, step_unless, total_norm
+from everygpu.step.update import Shares, multiply, step_unless, total_norm
 
 
 class FullyShardedUpdate(ShardedUpdate):
@@ -33,14 +32,15 @@ class FullyShardedUpdate(ShardedUpdate):
         with torch.autocast(self._model.replica_devices[0].type, enabled=False):
             return super().forward(*inputs, **kwargs)
 
-    def reduce(self) -> list[Share]:
+    def reduce(self) -> Shares:
         """Return this rank's rows of the sum of all ranks' gradients."""
-        grads = [local_part(p.grad) for p in all_params(self._optimizer) if p.grad is not None]
-        shares = [Share(device=self._model.replica_devices[0], grads=[g for g in grads if g.numel()])]
+        parts = [local_part(p.grad) for p in all_params(self._optimizer) if p.grad is not None]
+        grads = [part for part in parts if part.numel()]
+        shares = [grads] if grads else []
         multiply(shares, float(self._ranks.size))  # FSDP2 has divided by it
         return shares
 
-    def norm(self, shares: Sequence[Share]) -> Tensor:
+    def norm(self, shares: Shares) -> Tensor:
         """Return the norm of all ranks' gradients as one vector, shape ()."""
         squared = total_norm(shares, self._model.replica_devices[0]).square()
         self._ranks.all_reduce(squared)()

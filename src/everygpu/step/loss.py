@@ -1,11 +1,13 @@
-"""A step's arguments, and the loss among what model and loss return."""
+"""A step's arguments, the loss among what model and loss return, and gradients that a loss may not ask for."""
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from everygpu import tree
 from everygpu.errors import LossError
@@ -14,6 +16,7 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
+from everygpu.torch_private.autograd import will_execute
 
 
 def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, with_loss: bool) -> Batch:
@@ -77,3 +80,36 @@ def at_device(targets: tuple[Any, ...], device: torch.device) -> Any:
 def _is_one_each(loss: ShardedBatch) -> bool:
     """Tell whether each replica returned one number, of one row each: of more rows the batch knows it itself."""
     return all(shard.numel() == 1 for shard in loss.shards)
+
+
+@contextmanager
+def refusing_partial_grads(output: Any, leaves: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    """Refuse ``torch.autograd.grad(…, parameters)`` within, for replicas that have leaf parameters of their own.
+
+    Raises:
+        LossError: a gradient with respect to a leaf was asked for.
+    """
+
+    def check(_: Any) -> None:
+        if any(_is_asked_for(leaf) for leaf in leaves()):
+            raise LossError(
+                "TrainStep: a loss can't ask for gradients with respect to the model's parameters, as with "
+                "torch.autograd.grad(…, parameters): each replica has its own. Use DataParallel in an ordinary loop."
+            )
+
+    tensors = [leaf for _, leaf in tree.leaves(output, "") if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    handles = [t.grad_fn.register_prehook(check) for t in tensors if t.grad_fn is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_asked_for(leaf: Tensor) -> bool:
+    """Tell whether the backward that is running was called for a leaf's gradient, not to add it to ``.grad``."""
+    try:
+        will_execute(get_gradient_edge(leaf).node)
+    except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
+        return True
+    return False

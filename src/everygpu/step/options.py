@@ -45,16 +45,18 @@ def check_options(
         raise OptionError(f"TrainStep: precision must be one of {tuple(PRECISIONS)}, got {precision!r}.")
     if on_nonfinite not in RULES:
         raise OptionError(f"TrainStep: on_nonfinite must be one of {RULES}, got {on_nonfinite!r}.")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+    if not _is_count(accumulate):
         raise OptionError(f"TrainStep: accumulate must be a whole number of 1 or more, got {accumulate!r}.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise OptionError(f"TrainStep: clip_norm must be a number above 0, or None, got {clip_norm!r}.")
-    if check_every is not None and (
-        isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 1
-    ):
+    if check_every is not None and not _is_count(check_every):
         raise OptionError(
             f"TrainStep: check_every must be a whole number of updates, 1 or more, or None, got {check_every!r}."
         )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -148,42 +150,32 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False and not own
 
 
-def _device_counts(model: DataParallel) -> list[int]:
-    """Return how many devices each rank has; all ranks have to ask."""
-    num_devices, ranks = len(model.replica_devices), model.rank_model
-    return [num_devices] if ranks is None else ranks.group.gather(num_devices)
-
-
 def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> ShardedUpdate:
     """Choose where gradients are and what applies them, by optimizer and devices."""
     if not captures:
         model.give_up_recording("TrainStep was made with capture=False")
-    own, counts = own_code(model), _device_counts(model)
+    num_devices, ranks = len(model.replica_devices), model.rank_model
+    own, counts = own_code(model), [num_devices] if ranks is None else ranks.group.gather(num_devices)
     _check_optimizer(model, optimizer, own, counts)
-    if model.rank_model is not None and is_shared_out(model):
-        return FullyShardedUpdate(model, model.rank_model.group, optimizer)
+    if ranks is not None and is_shared_out(model):
+        return FullyShardedUpdate(model, ranks.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
-    if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
+    is_alone = num_devices == 1 and ranks is None
+    if is_alone and not captures:
         return ShardedUpdate(model, optimizer)
+    reason, level = None, logging.INFO
     if own:
-        logger.info("TrainStep: the update is on %s, as the model has its own %s.", model.src_device_obj, own)
-        return ShardedUpdate(model, optimizer)
-    if len(set(counts)) > 1:
-        logger.warning(
-            "TrainStep: ranks have %s devices, so the update of each is on its first alone. Give all as many, and it "
-            "is spread over them.",
-            ", ".join(map(str, counts)),
-        )
-        return ShardedUpdate(model, optimizer)
-    if not can_shard(optimizer):
-        logger.info(
-            "TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.replica_devices[0]
-        )
+        reason = f"the model has its own {own}"
+    elif len(set(counts)) > 1:
+        reason, level = f"ranks have {', '.join(map(str, counts))} devices, not all as many", logging.WARNING
+    elif not can_shard(optimizer):
+        reason = f"{type(optimizer).__name__} can't be spread"
+    if reason is not None:
+        logger.log(level, "TrainStep: %s, so the optimizer steps on %s.", reason, model.replica_devices[0])
         return ShardedUpdate(model, optimizer)
     sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
-    settles = len(model.replica_devices) == 1 and model.rank_model is None
-    return ShardedUpdate(model, sharded, fixed=captures, settles=settles)
+    return ShardedUpdate(model, sharded, fixed=captures, settles=is_alone)
 
 
 def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:

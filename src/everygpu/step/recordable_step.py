@@ -14,7 +14,7 @@ from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
-from everygpu.parallel.data_parallel import DataParallel, overridden
+from everygpu.parallel.data_parallel import overridden
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
@@ -112,7 +112,7 @@ class RecordableStep(Recordable[Tensor]):
             touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
             return _Recorded(loss, touched, None, moments=moments)
         norm = update.launch(step.clip_norm)
-        return _Recorded(loss, update.touched(), update, norm)
+        return _Recorded(loss, update.touched, update, norm)
 
     def try_otherwise(self) -> bool:
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
@@ -142,7 +142,7 @@ class RecordableStep(Recordable[Tensor]):
             self._strategy.note_grads(recorded.touched, recorded.moments)
         else:
             self._strategy.finish_update()
-            self._step._updater.finish_recorded(recorded.update.status, recorded.norm)
+            self._step._finish_recorded(recorded.update.status, recorded.norm)
         return recorded.loss.clone()
 
     def _updates_at_once(self) -> bool:
@@ -150,10 +150,6 @@ class RecordableStep(Recordable[Tensor]):
         # A check before each update has to find what flipped in forward and backward, too.
         is_left = step._replica_check is not None and step._replica_check.every == 1
         return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
-
-
-def _route_of(model: DataParallel) -> ScatterSpec:
-    return ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
 
 
 def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
@@ -166,4 +162,5 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
     work = RecordableStep(step, strategy, must=must)
-    return Capture(work, "TrainStep", _route_of(model), must=must, level=level, proves_hooks=True, gives_up=not must)
+    route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
+    return Capture(work, "TrainStep", route, must=must, level=level, proves_hooks=True, gives_up=not must)

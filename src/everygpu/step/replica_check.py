@@ -1,8 +1,9 @@
 """Flipped bits: copies of parameters that must be equal, compared now and then."""
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -65,9 +66,8 @@ class ReplicaCheck:
     def compare(self) -> None:
         """Compare now; all ranks have to. See ``before_update``."""
         buckets = [bucket for bucket in self._kept() if any(slot.numel for slot in bucket.plan.slots)]
-        ranks = self._gather(_read([[_digest(memory) for memory in bucket.memory()] for bucket in buckets]))
-        for index, bucket in enumerate(buckets):
-            if len({digest for rank in ranks for digest in rank[index]}) > 1:
+        for bucket, digests in zip(buckets, self._digests(bucket.memory() for bucket in buckets)):
+            if len(set(digests)) > 1:
                 self._refuse(bucket)
 
     def _kept(self) -> list[KeptBucket]:
@@ -83,15 +83,21 @@ class ReplicaCheck:
             for plan in plan_buckets(rest, 1)
         ]
 
+    def _digests(self, rows: Iterable[Sequence[Tensor]]) -> list[list[int]]:
+        """Return for each row of copies the digests of all ranks' ones; waits for each device once."""
+        found = [[_digest(memory) for memory in row] for row in rows]
+        devices = dict.fromkeys(digest.device for row in found for digest in row)
+        numbers = {d: iter(torch.stack([t for row in found for t in row if t.device == d]).tolist()) for d in devices}
+        ranks = self._gather([[next(numbers[digest.device]) for digest in row] for row in found])
+        return [list(itertools.chain(*parts)) for parts in zip(*ranks)]
+
     def _refuse(self, bucket: KeptBucket) -> None:
         """Raise for the first parameter of a bucket whose copies differ; between parameters, they may."""
         copies, slots = bucket.memory(), bucket.plan.slots
-        parts = [[memory[slot.start : slot.start + slot.numel].clone() for memory in copies] for slot in slots]
-        found = self._gather(_read([[_digest(part) for part in row] for row in parts]))
+        found = self._digests([[m[slot.start : slot.start + slot.numel].clone() for m in copies] for slot in slots])
         names = _name_copies(self._gather([str(memory.device) for memory in copies]))
         num_updates = self._num_updates - self._num_at_last
-        for i, slot in enumerate(slots):
-            digests = [digest for rank in found for digest in rank[i]]
+        for slot, digests in zip(slots, found):
             usual = Counter(digests).most_common(1)[0][0]
             odd = [name for name, digest in zip(names, digests) if digest != usual]
             if odd:
@@ -125,16 +131,6 @@ def _digest(memory: Tensor) -> Tensor:
     words = torch.cat([data[:size].view(torch.int64).view(num_rows, -1).sum(0), rest.view(torch.int64)])
     words ^= (words >> 32) & _LOW
     return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
-
-
-def _read(digests: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Read numbers that are on several devices; waits for each device once."""
-    devices = dict.fromkeys(d.device for row in digests for d in row)
-    numbers = {
-        device: iter(torch.stack([d for row in digests for d in row if d.device == device]).tolist())
-        for device in devices
-    }
-    return [[next(numbers[d.device]) for d in row] for row in digests]
 
 
 def _name_copies(devices: list[list[str]]) -> list[str]:

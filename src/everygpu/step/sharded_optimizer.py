@@ -16,7 +16,7 @@ from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
 from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
-from everygpu.step.parameter_checks import check_memory
+from everygpu.step.flat_parameters import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
 from everygpu.torch_private.tensors import foreach_copy_
 
@@ -70,7 +70,8 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__({"defaults": optimizer.defaults})
         self._params: list[Tensor] = []
         self._shards: Shards | None = None
-        _release(optimizer)
+        if (owner := getattr(optimizer, _OWNER, None)) is not None:
+            owner.release()
         self._handles = self._watch_module()
         setattr(optimizer, _OWNER, self)
         # copy and pickle ask the object first. The copy is a stock optimizer with all of the state.
@@ -295,12 +296,6 @@ def _find_devices(optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None)
     if home.type != "cuda":
         return [home]
     return [home, *(d for d in parse_devices(None) if d != home)]
-
-
-def _release(optimizer: Optimizer) -> None:
-    owner = getattr(optimizer, _OWNER, None)
-    if owner is not None:
-        owner.release()
 
 
 class _ChunkShards(Shards):

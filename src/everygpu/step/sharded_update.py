@@ -23,7 +23,7 @@ from everygpu.step.flat_parameters import FlatParameters, PerDevice
 from everygpu.step.rank_sums import RankSums
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import Share, prefer_fused, step_unless, total_norm
+from everygpu.step.update import Shares, prefer_fused, step_unless, total_norm
 
 MAX_CHANGES = 3
 """Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
@@ -117,20 +117,19 @@ class ShardedUpdate:
         """Take note of all ranks' flags, added up."""
         self._flags = flags
 
-    def reduce(self) -> list[Share]:
+    def reduce(self) -> Shares:
         """Add the gradients of all replicas up, and return each device's part."""
         if self._sharded is None:
             if self._model.rank_model is not None:
                 _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))
             grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
-            return [Share(device=self._model.replica_devices[0], grads=grads)]
+            return [grads] if grads else []
         self._touched = self.flat_params.touched()
         self.flat_params.reduce()
         chunks = self.flat_params.chunks(self.flat_params.grads)
         if self._group is not None:
             self._touched = self._add_up_ranks(self._group, chunks)
-        columns = zip(*chunks)
-        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self.flat_params.devices, columns)]
+        return [list(column) for column in zip(*chunks)]
 
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
@@ -142,7 +141,7 @@ class ShardedUpdate:
             return self._touched
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
-    def norm(self, shares: Sequence[Share]) -> Tensor:
+    def norm(self, shares: Shares) -> Tensor:
         """Return the norm of all gradients as one vector, shape ()."""
         return total_norm(shares, self._model.replica_devices[0])
 
@@ -187,8 +186,7 @@ class ShardedUpdate:
         """Where it may, give the stock optimizer its state back and go on as a plain loop: no step will be recorded."""
         if self._sharded is None or not self._settles:
             return
-        for i in self.flat_params.touched():  # of the batches before, that this update has, too
-            self.flat_params.params[i].grad = self.flat_params.whole_grad(i)
+        self.flat_params.hand_back_grads()
         self._sharded.hand_back()
         self._num_arrangements += 1
         self._optimizer, self._sharded = self._sharded.module, None

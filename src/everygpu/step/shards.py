@@ -91,17 +91,7 @@ class Fragment:
         runs = [list(run) for _, run in itertools.groupby(self.pieces, lambda piece: kinds[piece.index])]
         if len(runs) == 1:
             return [self]
-        return [
-            Fragment(
-                bucket=self.bucket,
-                group=self.group,
-                pieces=tuple(run),
-                start=run[0].start,
-                param=nn.Parameter(_span(self.param.data, run, self.start)),
-                grad=_span(self.grad, run, self.start),
-            )
-            for run in runs
-        ]
+        return [_make_fragment(self.bucket, self.group, run, self.param.data, self.grad, self.start) for run in runs]
 
 
 class Shards:
@@ -134,8 +124,6 @@ class Shards:
         self._kinds = [0] * len(self.params)
         """Parameters have equal numbers as long as they were always updated together: others are in no fragment."""
         self._may_fuse = fuses and can_fuse(optimizer, params)
-        self._rates: list[list[Tensor]] = []
-        self._sent: list[list[Any]] = []
         self.take_state({})
 
     def take_state(self, state: Mapping[Tensor, State]) -> None:
@@ -152,11 +140,11 @@ class Shards:
         self._rates = [
             [torch.zeros((), dtype=torch.float32, device=d) for _ in self._stock.param_groups] for d in self.devices
         ]
-        self._sent = [[None] * len(self._stock.param_groups) for _ in self.devices]
+        self._sent: list[list[Any]] = [[None] * len(self._stock.param_groups) for _ in self.devices]
         for fragments, optimizer in zip(self.fragments, self.optimizers):
             for f in fragments:
                 parts = [wholes[piece.index] for piece in f.pieces]
-                if optimizer is not None and parts[0]:
+                if parts[0]:
                     optimizer.state[f.param] = {name: self._join_parts(name, parts, f) for name in parts[0]}
         self.follow(self._stock.param_groups)
 
@@ -168,8 +156,7 @@ class Shards:
         self._known |= frozenset(touched)
         self.follow(options)
         return all(
-            optimizer is None
-            or skips_on_device(optimizer, [f.param for f in fragments if f.pieces[0].index in touched])
+            skips_on_device(optimizer, [f.param for f in fragments if f.pieces[0].index in touched])
             for fragments, optimizer in zip(self.fragments, self.optimizers)
         )
 
@@ -192,15 +179,13 @@ class Shards:
             grad_scales: For each device, shape (): what fused kernels divide the gradients by.
         """
         for rank, (device, fragments, optimizer) in enumerate(zip(self.devices, self.fragments, self.optimizers)):
-            if optimizer is None:
-                continue
             for f in fragments:
                 is_updated = f.pieces[0].index in touched and bucket in (None, f.bucket)
                 grad = f.grad if grads is None else grads.get(f.pieces[0].index)
                 f.param.grad = grad if is_updated else None
             # Where fused optimizers look for them.
-            optimizer.found_inf = None if found_inf is None else found_inf[rank]  # type: ignore[attr-defined]
-            optimizer.grad_scale = None if grad_scales is None else grad_scales[rank]  # type: ignore[attr-defined]
+            optimizer.found_inf = None if found_inf is None else found_inf[rank]
+            optimizer.grad_scale = None if grad_scales is None else grad_scales[rank]
             with queueing_on(device), _own_default(device):
                 optimizer.step()
             for f in fragments if grads is not None else ():
@@ -209,8 +194,7 @@ class Shards:
     def follow(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Take on all options as they are now."""
         for rank, (device, optimizer) in enumerate(zip(self.devices, self.optimizers)):
-            groups = optimizer.param_groups if optimizer is not None else []
-            for k, (mine, group) in enumerate(zip(groups, options)):
+            for k, (mine, group) in enumerate(zip(optimizer.param_groups, options)):
                 for name, value in group.items():
                     if name == "lr" and self.fuses:
                         self._send_rate(rank, k, value)
@@ -237,7 +221,7 @@ class Shards:
         self._kinds = [numbers.setdefault((kind, i in touched), len(numbers)) for i, kind in enumerate(self._kinds)]
         for fragments, optimizer in zip(self.fragments, self.optimizers):
             pairs = [(f, f.split(self._kinds)) for f in fragments]
-            if optimizer is None or all(len(parts) == 1 for _, parts in pairs):
+            if all(len(parts) == 1 for _, parts in pairs):
                 continue
             self.version += 1
             for f, parts in pairs:
@@ -245,8 +229,8 @@ class Shards:
                 for part in parts if state else ():
                     optimizer.state[part.param] = {k: _part_of(k, v, f, part) for k, v in state.items()}
             fragments[:] = [part for _, parts in pairs for part in parts]
-            for k, group in enumerate(optimizer.param_groups):
-                group["params"] = [f.param for f in fragments if f.group == k]
+            for params, group in zip(self._params_of(fragments), optimizer.param_groups):
+                group["params"] = params
 
     def fixed_options(self, options: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]] | None:
         """Return all that recorded kernels can't take from the device, as they can the learning rate; None where an
@@ -263,8 +247,8 @@ class Shards:
         """Put the state of each parameter that has one together as the stock optimizer would have it, on ``home``."""
         found: dict[int, State] = {}
         for fragments, optimizer in zip(self.fragments, self.optimizers):
-            for f in fragments if optimizer is not None else ():
-                state = optimizer.state.get(f.param) or {}  # type: ignore[union-attr]
+            for f in fragments:
+                state = optimizer.state.get(f.param) or {}
                 for piece in f.pieces if state else ():
                     whole = found.setdefault(piece.index, {})
                     for name, value in state.items():
@@ -274,12 +258,11 @@ class Shards:
     def forget_state(self) -> None:
         """Drop all state, before another is loaded."""
         for optimizer in self.optimizers:
-            if optimizer is not None:
-                optimizer.state.clear()
+            optimizer.state.clear()
 
     def state_bytes(self) -> list[int]:
         """Count the bytes of state on each device."""
-        states = [o.state.values() if o is not None else () for o in self.optimizers]
+        states = [optimizer.state.values() for optimizer in self.optimizers]
         return [sum(v.nbytes for s in found for v in s.values() if isinstance(v, Tensor)) for found in states]
 
     def _cut(self, chunk: int, kinds: Sequence[Hashable]) -> list[Fragment]:
@@ -295,32 +278,22 @@ class Shards:
         for b, plan in enumerate(self._plans):
             # In the order of memory: weights that share a storage, as cuDNN's, may lie there in another than theirs.
             for _, run in itertools.groupby(sorted(plan.pieces(chunk), key=lambda piece: piece.start), key):
-                pieces = tuple(run)
-                fragments.append(
-                    Fragment(
-                        bucket=b,
-                        group=self._group_of[pieces[0].index],
-                        pieces=pieces,
-                        start=pieces[0].start,
-                        param=nn.Parameter(_span(self._values[b][chunk], pieces)),
-                        grad=_span(self._grads[b][chunk], pieces),
-                    )
-                )
+                pieces = list(run)
+                group = self._group_of[pieces[0].index]
+                fragments.append(_make_fragment(b, group, pieces, self._values[b][chunk], self._grads[b][chunk]))
         return fragments
 
-    def _make_optimizer(self, fragments: Sequence[Fragment]) -> Optimizer | None:
-        if not fragments:
-            return None
+    def _make_optimizer(self, fragments: Sequence[Fragment]) -> Any:
         groups = [
-            {
-                "params": [f.param for f in fragments if f.group == k],
-                **{name: v for name, v in group.items() if name not in _NO_OPTIONS},
-            }
-            for k, group in enumerate(self._stock.param_groups)
+            {**{name: v for name, v in group.items() if name not in _NO_OPTIONS}, "params": params}
+            for params, group in zip(self._params_of(fragments), self._stock.param_groups)
         ]
         kind: Any = type(self._stock)
-        made: Optimizer = kind(groups)
-        return made
+        return kind(groups)
+
+    def _params_of(self, fragments: Sequence[Fragment]) -> list[list[Tensor]]:
+        """Return each group's parameters."""
+        return [[f.param for f in fragments if f.group == k] for k in range(len(self._stock.param_groups))]
 
     def _send_rate(self, rank: int, k: int, value: Any) -> None:
         """Put a group's learning rate where kernels find it; a number only where it has changed."""
@@ -336,7 +309,7 @@ class Shards:
     def _join_parts(self, name: str, wholes: Sequence[State], f: Fragment) -> Any:
         """Return a fragment's part of a state that the stock optimizer has."""
         value = wholes[0][name]
-        if not isinstance(value, Tensor) or _is_number(name, value, self._slots[f.pieces[0].index].shape):
+        if _is_number(name, value, self.params[f.pieces[0].index]):
             device = f.param.device
             on_device = self.fuses and name == "step"
             return value.to(device, torch.float32, copy=True) if on_device else _copy_number(value, device)
@@ -352,7 +325,7 @@ class Shards:
     def _put(self, whole: State, name: str, value: Any, f: Fragment, piece: Piece, home: torch.device) -> None:
         """Put a piece's part of a fragment's state into that of the whole parameter."""
         slot = self._slots[piece.index]
-        if not isinstance(value, Tensor) or name in _PER_PARAMETER or value.numel() != f.param.numel():
+        if _is_number(name, value, f.param):
             group = self._stock.param_groups[f.group]
             on_host = self.fuses and not (group.get("fused") or group.get("capturable"))
             copied = isinstance(value, Tensor) and on_host
@@ -369,38 +342,41 @@ def _own_default(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device().type == "cpu" else device
 
 
-def _span(flat: Tensor, pieces: Sequence[Piece], start: int = 0) -> Tensor:
-    """Return the memory of neighbours, of a tensor that begins at an element of their chunk."""
-    begin = pieces[0].start
-    return flat.narrow(0, begin - start, pieces[-1].start + pieces[-1].numel - begin)
+def _make_fragment(
+    bucket: int, group: int, pieces: Sequence[Piece], values: Tensor, grads: Tensor, start: int = 0
+) -> Fragment:
+    """Make neighbours one parameter, in memory that begins at an element of their chunk."""
+    begin, numel = pieces[0].start, pieces[-1].start + pieces[-1].numel - pieces[0].start
+    param, grad = (flat.narrow(0, begin - start, numel) for flat in (values, grads))
+    return Fragment(bucket=bucket, group=group, pieces=tuple(pieces), start=begin, param=nn.Parameter(param), grad=grad)
 
 
-def _is_number(name: str, value: Tensor, shape: torch.Size) -> bool:
+def _is_number(name: str, value: Any, param: Tensor) -> bool:
     """Tell whether a state is one number for the whole parameter, rather than one for each element."""
-    return name in _PER_PARAMETER or value.shape != shape
+    return not isinstance(value, Tensor) or name in _PER_PARAMETER or value.numel() != param.numel()
 
 
 def _is_wide(state: State, param: Tensor) -> bool:
     """Tell whether a state has another dtype than its parameter."""
-    tensors = [(name, v) for name, v in state.items() if isinstance(v, Tensor)]
-    return any(v.dtype is not param.dtype and not _is_number(name, v, param.shape) for name, v in tensors)
+    return any(not _is_number(name, v, param) and v.dtype is not param.dtype for name, v in state.items())
 
 
 def _kind_of(state: State, param: Tensor) -> Hashable:
     """Return what states have in common that are kept side by side: names, dtypes, and numbers."""
-    return tuple(
-        (name, value.dtype)
-        if isinstance(value, Tensor) and not _is_number(name, value, param.shape)
-        else (name, str(value.tolist() if isinstance(value, Tensor) else value))
-        for name, value in state.items()
-    )
+
+    def kind(name: str, value: Any) -> Hashable:
+        if _is_number(name, value, param):
+            return str(value.tolist() if isinstance(value, Tensor) else value)
+        return value.dtype  # type: ignore[no-any-return]
+
+    return tuple((name, kind(name, value)) for name, value in state.items())
 
 
 def _part_of(name: str, value: Any, f: Fragment, part: Fragment) -> Any:
     """Return what a part of a fragment has of its state."""
     if part is f:
         return value
-    if not isinstance(value, Tensor) or name in _PER_PARAMETER or value.numel() != f.param.numel():
+    if _is_number(name, value, f.param):
         return value.clone() if isinstance(value, Tensor) else value
     return value.narrow(0, part.start - f.start, part.param.numel())
 

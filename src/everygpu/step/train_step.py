@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everygpu import comm
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
@@ -15,8 +17,8 @@ from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.finite_check import FiniteCheck, keep_statistics, put_back_unless_finite
-from everygpu.step.loss import as_batch, as_number, at_device, loss_in, roots_of
+from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, keep_statistics, put_back_unless_finite
+from everygpu.step.loss import as_batch, as_number, at_device, loss_in, refusing_partial_grads, roots_of
 from everygpu.step.options import (
     PRECISIONS,
     autocast,
@@ -27,15 +29,45 @@ from everygpu.step.options import (
     own_precision,
     wrap_model,
 )
-from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.recordable_step import make_capture
 from everygpu.step.replica_check import make_check
-from everygpu.step.stats import Evaluation, StepStats
-from everygpu.step.update import LossScale
-from everygpu.step.updater import Updater
+from everygpu.step.update import LossScale, clip_factor, multiply
 from everygpu.step.weights import BatchWeights
 
 logger = logging.getLogger("everygpu")
+
+
+class Evaluation(NamedTuple):
+    """What ``TrainStep.evaluate`` returns."""
+
+    loss: Tensor
+    """Shape (): the mean over all rows."""
+    output: Any
+    """What the model returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """Figures of the last step, as ``TrainStep.stats`` returns them.
+
+    ::
+
+        step = everygpu.TrainStep(model, criterion, optimizer)
+        step(x, y)
+        stats = step.stats()  # waits for the device
+        print(f"update {stats.num_steps}: loss {stats.loss:.3f}, norm {stats.grad_norm:.2f}")
+    """
+
+    loss: float
+    """Of the last batch."""
+    grad_norm: float
+    """Of the whole gradient at the last update, before clipping; nan before the first."""
+    num_steps: int
+    """Updates so far, those skipped included."""
+    num_skipped: int
+    """Updates left out because the loss or a gradient was not finite."""
+    engine: str = ""
+    """What ran the last step: ``"graphs"`` if it was launched as recorded, else ``DataParallel.engine_in_use``."""
 
 
 class TrainStep:
@@ -118,11 +150,15 @@ class TrainStep:
         self._ranks = self.model.rank_model
         self._weights = BatchWeights(weight, self.model, loss)
         self._scale = LossScale(self._home) if precision == "fp16" else None
-        self._num_batches = 0
+        self._num_steps = self._num_batches = 0
         self._was_launched = False
         self._last_loss = torch.full((), float("nan"), device=self._home)
+        self._losses: Tensor | None = None
+        """Of the batches of this update, which is left out where one isn't finite."""
+        self._norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
+        """Of the last gradient, before it was clipped."""
+        self._made = torch.full((), MADE, dtype=torch.float32, device=self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
-        self._updater = Updater(self._strategy, self._home, self._scale, self._finite_check)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
@@ -144,7 +180,7 @@ class TrainStep:
         """
         batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
         try:
-            num_steps = self._updater.num_steps
+            num_steps = self._num_steps
             self._begin(batch)
             loss = None if self._capture is None else self._capture.run(batch)
             self._was_launched = loss is not None
@@ -157,16 +193,17 @@ class TrainStep:
             self._strategy.take_flags(flags)
             self._last_loss = loss
             self._weights.end()
-            if self._updater.num_steps == num_steps:  # a recording may have had the update in it
-                self._updater.add_loss(self._weights.leave_out_empty(loss))
+            if self._num_steps == num_steps:  # a recording may have had the update in it
+                if self._finite_check.is_on:
+                    seen = self._weights.leave_out_empty(loss)
+                    self._losses = seen if self._losses is None else self._losses + seen
                 self._num_batches += 1
                 if self._num_batches == self.accumulate:
                     self.flush()
             self._finite_check.look()
         except BaseException:
-            self._num_batches = 0
+            self._num_batches, self._losses = 0, None
             self._weights.drop()
-            self._updater.drop()
             raise
         return loss
 
@@ -176,7 +213,10 @@ class TrainStep:
         if seen:
             if self._replica_check is not None:
                 self._replica_check.before_update()
-            self._updater.run(self._weights.take_factor(), self.clip_norm)
+            losses, self._losses = self._losses, None
+            self._num_steps += 1
+            with torch.no_grad(), running("update", self._home):
+                self._update(self._weights.take_factor(), losses)
 
     def evaluate(self, inputs: Any, *targets: Any, **kwargs: Any) -> Evaluation:
         """Run the model and the loss in eval mode, without gradients; arguments as for a call.
@@ -206,8 +246,8 @@ class TrainStep:
         self._finite_check.wait()
         return StepStats(
             loss=self._last_loss.item(),
-            grad_norm=self._updater.norm.item(),
-            num_steps=self._updater.num_steps,
+            grad_norm=self._norm.item(),
+            num_steps=self._num_steps,
             num_skipped=self._finite_check.num_skipped,
             engine="graphs" if self._was_launched else self.model.engine_in_use,
         )
@@ -222,16 +262,15 @@ class TrainStep:
                 self.accumulate,
             )
         self._finite_check.wait()
-        state: dict[str, Any] = {"num_steps": self._updater.num_steps, "num_skipped": self._finite_check.num_skipped}
+        state: dict[str, Any] = {"num_steps": self._num_steps, "num_skipped": self._finite_check.num_skipped}
         if self._scale is not None:
             state["scale"] = self._scale.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on a state that ``state_dict`` returned; batches seen since the last update are dropped."""
-        self._num_batches = 0
-        self._updater.drop()
-        self._updater.num_steps = state["num_steps"]
+        self._num_batches, self._losses = 0, None
+        self._num_steps = state["num_steps"]
         self._finite_check.restart(state["num_skipped"])
         if self._scale is not None and "scale" in state:
             self._scale.load_state_dict(state["scale"])
@@ -243,7 +282,7 @@ class TrainStep:
             f"TrainStep(model={type(unwrap(self.model)).__name__}, loss={loss}, "
             f"optimizer={type(self.optimizer).__name__}, device_ids={[str(d) for d in self.model.replica_devices]}, "
             f"precision={precision!r}, accumulate={self.accumulate}, clip_norm={self.clip_norm}, "
-            f"num_steps={self._updater.num_steps})"
+            f"num_steps={self._num_steps})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -288,3 +327,40 @@ class TrainStep:
                 return as_number(loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._strategy.leaves):
                 return as_number(self.loss(output, *at_device(targets, self.model.output_device_obj))), output
+
+    def _update(self, factor: float | Tensor, losses: Tensor | None) -> None:
+        """Update from all gradients since the last one, multiplied by a factor, then clipped."""
+        looks = losses is not None and self._scale is None  # a scale looks at all itself
+        shares = self._strategy.reduce()
+        if isinstance(factor, Tensor) or factor != 1:
+            multiply(shares, factor)
+        found_inf = None if self._scale is None else self._scale.unscale(shares)
+        if self.clip_norm is not None or looks:
+            self._norm = self._strategy.norm(shares)
+        if self.clip_norm is not None:
+            multiply(shares, clip_factor(self._norm, self.clip_norm))
+        status = None if losses is None else self._judge(losses, found_inf)
+        if status is not None:
+            found_inf = torch.ne(status, MADE, out=torch.empty_like(status))
+        self._strategy.apply(found_inf)
+        if self._scale is not None and found_inf is not None:
+            self._scale.update(found_inf)
+        if status is not None:
+            self._finite_check.submit(self._num_steps, status)
+
+    def _judge(self, losses: Tensor, found_inf: Tensor | None) -> Tensor:
+        """Return an update's status; see ``FiniteCheck``."""
+        status = torch.add(self._made, comm.copy(losses, self._home), alpha=0)
+        if self._scale is None or found_inf is None:
+            return torch.add(status, self._norm, alpha=0).float()
+        # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
+        is_bad = status.isnan() | ((found_inf != 0) & (self._scale.value < 1))
+        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()
+
+    def _finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
+        """Take note of an update that a recording has queued, and of its norm where that had to be known."""
+        self._num_steps += 1
+        if norm is not None:
+            self._norm = norm.clone()  # a recording's own is written anew by each launch
+        if self._finite_check.is_on:
+            self._finite_check.submit(self._num_steps, status)

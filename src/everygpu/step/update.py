@@ -1,7 +1,6 @@
 """From gradients to new parameters: unscaled, clipped, applied, on every device that holds a share of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +14,8 @@ GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 2.0**16
 """``torch.amp.GradScaler``'s defaults."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One device's part of the gradients."""
-
-    device: torch.device
-    grads: list[Tensor]
+Shares = list[list[Tensor]]
+"""Gradients, those of each device that has any."""
 
 
 class LossScale:
@@ -37,11 +32,10 @@ class LossScale:
         """Multiply a loss; what was multiplied before the scale changes must be divided before, too."""
         return loss * comm.copy(self.value, loss.device)
 
-    def unscale(self, shares: Sequence[Share]) -> Tensor:
+    def unscale(self, shares: Shares) -> Tensor:
         """Divide gradients in place; return, shape (), 1 where any gradient is not finite, else 0."""
-        found = [self._unscale(share) for share in shares if share.grads]
-        home = self.value.device
-        copies = [comm.copy(f, home) for f in found]
+        found = [self._unscale(grads) for grads in shares]
+        copies = [comm.copy(f, self.value.device) for f in found]
         return torch.stack(copies).amax() if copies else torch.zeros_like(self.value)
 
     def update(self, found_inf: Tensor) -> None:
@@ -63,16 +57,16 @@ class LossScale:
         self.value.fill_(state["scale"])
         self._growth.fill_(state["_growth_tracker"])
 
-    def _unscale(self, share: Share) -> Tensor:
-        found_inf = torch.zeros((), dtype=torch.float32, device=share.device)
+    def _unscale(self, grads: list[Tensor]) -> Tensor:
+        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
         inverse = self.value.double().reciprocal().float()
-        unscale_(share.grads, found_inf, comm.copy(inverse, share.device))
+        unscale_(grads, found_inf, comm.copy(inverse, found_inf.device))
         return found_inf
 
 
-def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
+def total_norm(shares: Shares, home: torch.device) -> Tensor:
     """Return the norm of all devices' gradients as if they were one vector, as ``torch.nn.utils.get_total_norm``."""
-    norms: list[Tensor] = [comm.copy(norm_of(share.grads), home) for share in shares if share.grads]
+    norms: list[Tensor] = [comm.copy(norm_of(grads), home) for grads in shares]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=home)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -83,11 +77,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def multiply(shares: Sequence[Share], factor: float | Tensor) -> None:
+def multiply(shares: Shares, factor: float | Tensor) -> None:
     """Multiply all gradients in place."""
-    for share in shares:
-        if share.grads:
-            foreach_mul_(share.grads, comm.copy(factor, share.device) if isinstance(factor, Tensor) else factor)
+    for grads in shares:
+        foreach_mul_(grads, comm.copy(factor, grads[0].device) if isinstance(factor, Tensor) else factor)
 
 
 def prefer_fused(optimizer: Optimizer) -> None:
