@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import math
 import random
 import types
 from collections.abc import Callable
@@ -62,6 +63,23 @@ def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: De
     for head in ("other", "last") * 6:
         step(X, Y, head=head)
     assert num_recordings(step) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("clip_norm", [None, math.inf])
+def test_a_norm_that_no_launch_computes_is_not_an_older_one(
+    recording: Devices, clip_norm: float | None, count: int
+) -> None:
+    norms = []
+    for capture in (False, "auto"):
+        torch.manual_seed(0)
+        step = make_step(recording(count), clip_norm=clip_norm, capture=capture)
+        for _ in range(8):
+            step(X, Y)
+        norms.append(step.stats().grad_norm)
+    assert step.stats().engine == "graphs"
+    is_unknown = clip_norm is None and math.isnan(norms[1])
+    assert is_unknown or norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 class Early(Net):

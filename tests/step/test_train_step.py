@@ -1,5 +1,6 @@
 """One call trains as a plain loop on one device does."""
 
+import math
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,7 +146,9 @@ def test_equals_a_plain_loop_on_one_device(
     expected, expected_norms = train_plainly(pair.plain, pair.reference, data, clip_norm=clip_norm)
     assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert [f.loss for f in figures] == losses
-    assert [f.grad_norm for f in figures] == pytest.approx(expected_norms, rel=1e-5 if clip_norm else 1e-4)
+    for f, norm in zip(figures, expected_norms):
+        is_unknown = f.engine == "graphs" and clip_norm is None and math.isnan(f.grad_norm)
+        assert is_unknown or f.grad_norm == pytest.approx(norm, rel=1e-5 if clip_norm else 1e-4)
     assert (figures[-1].num_steps, figures[-1].num_skipped) == (len(data), 0)
     pair.check()
     ours_state, plain_state = pair.optimizer.state_dict()["state"], pair.reference.state_dict()["state"]

@@ -61,7 +61,8 @@ class StepStats:
     loss: float
     """Of the last batch."""
     grad_norm: float
-    """Of the whole gradient at the last update, before clipping; nan before the first."""
+    """Of the whole gradient at the last update, before clipping; nan where nothing needed it, as in a recorded step
+    without ``clip_norm``: ``clip_norm=math.inf`` has it computed."""
     num_steps: int
     """Updates so far, those skipped included."""
     num_skipped: int
@@ -155,8 +156,8 @@ class TrainStep:
         self._last_loss = torch.full((), float("nan"), device=self._home)
         self._losses: Tensor | None = None
         """Of the batches of this update, which is left out where one isn't finite."""
-        self._norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
-        """Of the last gradient, before it was clipped."""
+        self._norm: Tensor | None = None
+        """Of the last gradient, before it was clipped, where that was computed."""
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
         self._replica_check = make_check(self.model, self._strategy, check_every)
@@ -246,7 +247,7 @@ class TrainStep:
         self._finite_check.wait()
         return StepStats(
             loss=self._last_loss.item(),
-            grad_norm=self._norm.item(),
+            grad_norm=float("nan") if self._norm is None else self._norm.item(),
             num_steps=self._num_steps,
             num_skipped=self._finite_check.num_skipped,
             engine="graphs" if self._was_launched else self.model.engine_in_use,
@@ -335,10 +336,10 @@ class TrainStep:
         if isinstance(factor, Tensor) or factor != 1:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
-        if self.clip_norm is not None or looks:
-            self._norm = self._strategy.norm(shares)
-        if self.clip_norm is not None:
-            multiply(shares, clip_factor(self._norm, self.clip_norm))
+        needs_norm = self.clip_norm is not None or looks
+        norm = self._norm = self._strategy.norm(shares) if needs_norm else None
+        if norm is not None and self.clip_norm is not None:
+            multiply(shares, clip_factor(norm, self.clip_norm))
         status = None if losses is None else self._judge(losses, found_inf)
         if status is not None:
             found_inf = torch.ne(status, MADE, out=torch.empty_like(status))
@@ -351,16 +352,15 @@ class TrainStep:
     def _judge(self, losses: Tensor, found_inf: Tensor | None) -> Tensor:
         """Return an update's status; see ``FiniteCheck``."""
         status = torch.add(self._made, comm.copy(losses, self._home), alpha=0)
-        if self._scale is None or found_inf is None:
-            return torch.add(status, self._norm, alpha=0).float()
-        # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
-        is_bad = status.isnan() | ((found_inf != 0) & (self._scale.value < 1))
-        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()
+        if self._scale is not None and found_inf is not None:
+            # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
+            is_bad = status.isnan() | ((found_inf != 0) & (self._scale.value < 1))
+            return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()
+        return (status if self._norm is None else torch.add(status, self._norm, alpha=0)).float()
 
     def _finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
         """Take note of an update that a recording has queued, and of its norm where that had to be known."""
         self._num_steps += 1
-        if norm is not None:
-            self._norm = norm.clone()  # a recording's own is written anew by each launch
+        self._norm = None if norm is None else norm.clone()  # a recording's own is written anew by each launch
         if self._finite_check.is_on:
             self._finite_check.submit(self._num_steps, status)
