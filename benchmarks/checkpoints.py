@@ -1,12 +1,11 @@
-"""Measure saving and loading a state of 1 GB against torch.save and torch.load, in turns, in one run.
+"""Time saving and loading of a state of 2 GB, beside torch.save, safetensors and torch.distributed.checkpoint.
 
     python -m benchmarks.checkpoints                    # on the CPU, in a temporary directory
     python -m benchmarks.checkpoints --device cuda
     python -m benchmarks.checkpoints --directory /data  # on another disk
 
-The state is a model and its AdamW: a third of the bytes each in weights and two moments. Every round saves
-and loads with each way once, new files every time, after the disk has come to rest. Times are medians;
-memory is what the process's resident set grows by at its highest.
+The state is a model and its AdamW: a third of the bytes each in weights and two moments. Every round saves and loads
+with each way once, new files every time, after the disk has come to rest; what is saved is synced to the disk, by each.
 """
 
 import argparse
@@ -15,188 +14,124 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import everygpu
 from everygpu.bench.report import describe_machine
 
+Work = Callable[[Path], object]
 
-class Run:
-    """A model of many layers, and an optimizer with a state."""
+
+class State:
+    """A model of many layers, an optimizer with a state, and the ways to save and load both."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
         width = 1024
         num_layers = max(1, num_bytes // 3 // (4 * width * width))
+        self.device = device
         self.model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(num_layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.device = device
+        self.parts = {"model": self.model, "optimizer": self.optimizer}
+        self.ways: dict[str, tuple[Work, Work]] = {
+            "everygpu": (self._save, lambda path: everygpu.load(path, **self.parts)),
+            "everygpu, verify=False": (self._save, lambda path: everygpu.load(path, **self.parts, verify=False)),
+            "torch.save": (lambda path: torch.save(self._dicts(), path), self._load_torch),
+            "safetensors": (lambda path: save_file(self._flat(), path), self._load_safetensors),
+            "DCP": (lambda path: dcp.save(self._dicts(), checkpoint_id=path, no_dist=True), self._load_dcp),
+        }
 
-    def num_bytes(self) -> int:
-        moments = [t for state in self.optimizer.state.values() for t in state.values()]
-        return sum(t.nbytes for t in [*self.model.state_dict().values(), *moments])
+    def _save(self, path: Path) -> None:
+        everygpu.save(path, **self.parts)
 
-    def torch_save(self, path: Path) -> None:
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+    def _dicts(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def torch_save_synced(self, path: Path) -> None:
-        self.torch_save(path)
-        with open(path, "r+b") as file:
-            os.fsync(file.fileno())
+    def _flat(self) -> dict[str, Tensor]:
+        moments = self.optimizer.state_dict()["state"]
+        return self.model.state_dict() | {f"{i}.{k}": v for i, state in moments.items() for k, v in state.items()}
 
-    def torch_load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True, map_location=self.device)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def _take(self, dicts: dict[str, Any]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(dicts[name])
 
-    def save(self, path: Path) -> None:
-        everygpu.save(path, model=self.model, optimizer=self.optimizer)
+    def _load_torch(self, path: Path) -> None:
+        self._take(torch.load(path, weights_only=True, map_location=self.device))
 
-    def load(self, path: Path, verify: bool = True) -> None:
-        everygpu.load(path, model=self.model, optimizer=self.optimizer, verify=verify)
+    @torch.no_grad()
+    def _load_safetensors(self, path: Path) -> None:
+        found = load_file(path, device=self.device)
+        for name, tensor in self._flat().items():
+            tensor.copy_(found[name])
 
-    def synchronize(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
+    def _load_dcp(self, path: Path) -> None:
+        dicts = self._dicts()
+        dcp.load(dicts, checkpoint_id=path, no_dist=True)
+        self._take(dicts)
 
 
-def seconds(work: Callable[[], object], run: Run) -> float:
-    """Time a piece of work, the GPU's part too."""
-    run.synchronize()
+def seconds(work: Callable[[], object]) -> float:
+    """Time a piece of work, the GPU's part too, after the disk has come to rest."""
+    gc.collect()
+    os.sync()
     begin = time.perf_counter()
     work()
-    run.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
-def peak_growth_bytes(work: Callable[[], object]) -> int:
-    """Watch the anonymous memory of this process while it works; return how far it grew."""
-    gc.collect()
-    before, peak, is_over = _anonymous_bytes(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.wait(0.001):
-            peak = max(peak, _anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    work()
-    is_over.set()
-    watcher.join()
-    return max(0, max(peak, _anonymous_bytes()) - before)
+def save_synced(save: Work, path: Path) -> None:
+    save(path)
+    if path.is_file():  # directories are synced by what writes them
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
 
 
-def _anonymous_bytes() -> int:
-    """Source: ``RssAnon`` and ``RssShmem`` in /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-Times = dict[str, list[float]]
-"""Seconds of each round, by what was done."""
-
-
-def note(times: Times, name: str, work: Callable[[], object], run: Run) -> None:
-    os.sync()  # what the last one left for later is not this one's
-    times.setdefault(name, []).append(seconds(work, run))
-
-
-def measure(run: Run, root: Path, num_rounds: int) -> Times:
-    """Save and load in turn; each file is removed before the next, so that all find the same memory for pages."""
-    times: Times = {}
-    for _ in range(num_rounds + 1):
-        note(times, "torch.save", lambda: run.torch_save(root / "a"), run)
-        note(times, "torch.load", lambda: run.torch_load(root / "a"), run)
-        (root / "a").unlink()
-        note(times, "everygpu.save", lambda: run.save(root / "c"), run)
-        note(times, "everygpu.load", lambda: run.load(root / "c"), run)
-        note(times, "everygpu.load, verify=False", lambda: run.load(root / "c", verify=False), run)
-        shutil.rmtree(root / "c")
-        note(times, "torch.save + fsync", lambda: run.torch_save_synced(root / "b"), run)
-        (root / "b").unlink()
-    return {name: values[1:] for name, values in times.items()}  # without the round that warms up
-
-
-def measure_background(run: Run, root: Path, num_rounds: int) -> Times:
-    """Save in the background, and for comparison not, in turn."""
-    times: Times = {}
-    parts = {"model": run.model, "optimizer": run.optimizer}
-    checkpoints = everygpu.CheckpointManager(root / "async", keep=1, asynchronous=True, **parts)
-    for step in range(num_rounds + 1):
-        save = partial(checkpoints.save, step)
-        note(times, "synchronous save", lambda: run.save(root / "c"), run)
-        shutil.rmtree(root / "c")
-        note(times, "asynchronous save returns", save, run)
-        note(times, "asynchronous save is written", checkpoints.wait, run)
-        shutil.rmtree(root / "async")
-    checkpoints.close()
-    return {name: values[1:] for name, values in times.items()}
-
-
-def measure_memory(run: Run, root: Path) -> dict[str, int]:
-    """Return the growth of memory in bytes during a save of each kind."""
-    parts = {"model": run.model, "optimizer": run.optimizer}
-    checkpoints = everygpu.CheckpointManager(root / "memory", keep=1, asynchronous=True, **parts)
-
-    def save_in_background() -> None:
-        checkpoints.save(1)
-        checkpoints.wait()
-
-    growth = {
-        "torch.save": peak_growth_bytes(lambda: run.torch_save(root / "a")),
-        "everygpu.save": peak_growth_bytes(lambda: run.save(root / "c")),
-        "asynchronous save": peak_growth_bytes(save_in_background),
-    }
-    checkpoints.close()
-    return growth
-
-
-def report(times: dict[str, list[float]], growth: dict[str, int], num_bytes: int) -> None:
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    print("| | median s | least to most |\n|---|---|---|")
-    for name, values in times.items():
-        print(f"| {name} | {medians[name]:.3f} | {min(values):.3f} to {max(values):.3f} |")
-    print()
-    for name, other in [
-        ("everygpu.save", "torch.save"),
-        ("everygpu.save", "torch.save + fsync"),
-        ("everygpu.load", "torch.load"),
-        ("everygpu.load, verify=False", "torch.load"),
-        ("asynchronous save returns", "synchronous save"),
-    ]:
-        ratios = [a / b for a, b in zip(times[name], times[other])]
-        ratio = medians[name] / medians[other]
-        print(f"{name} / {other}: {ratio:.3f} of medians, {min(ratios):.3f} to {max(ratios):.3f} in rounds")
-    for name, grown in growth.items():
-        print(f"{name}: {grown / 2**20:.0f} MiB more memory, {grown / num_bytes:.2f} of the state")
+def measure(state: State, root: Path, num_rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each round; every way finds the same memory for pages of files."""
+    times: dict[str, list[float]] = {}
+    manager = everygpu.CheckpointManager(root / "run", keep=1, asynchronous=True, **state.parts)
+    path = root / "checkpoint"
+    for number in range(num_rounds + 1):
+        found = {}
+        for name, (save, load) in state.ways.items():
+            found[f"save, {name}"] = seconds(lambda save=save: save_synced(save, path))  # type: ignore[misc]
+            found[f"load, {name}"] = seconds(lambda load=load: load(path))  # type: ignore[misc]
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        found["a call to save in the background"] = seconds(lambda number=number: manager.save(number))  # type: ignore[misc]
+        manager.wait()
+        for name, value in found.items():
+            times.setdefault(name, []).extend([value] * (number > 0))  # without the round that warms up
+    manager.close()
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=10**9)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bytes", type=int, default=2 * 10**9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--directory", type=Path, help="where to write; by default the system's temporary directory")
     options = parser.parse_args()
-    run = Run(options.bytes, options.device)
+    state = State(options.bytes, options.device)
     with tempfile.TemporaryDirectory(dir=options.directory) as root:
-        growth = measure_memory(run, Path(root))
-        times = measure(run, Path(root), options.rounds)
-        times |= measure_background(run, Path(root), options.rounds)
-    print(f"state of {run.num_bytes() / 1e9:.2f} GB on {options.device}, {options.rounds} rounds")
-    report(times, growth, run.num_bytes())
-    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, ours included")
+        times = measure(state, Path(root), options.rounds)
+    print("| | median s | least to most |\n|---|---|---|")
+    for name, values in times.items():
+        print(f"| {name} | {statistics.median(values):.3f} | {min(values):.3f} to {max(values):.3f} |")
+    print(f"{options.rounds} rounds; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, ours included; ", end="")
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value))
 
 

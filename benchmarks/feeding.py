@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,7 +118,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=2, help="how many lie in host memory")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     gpus = [torch.device("cuda", i) for i in range(options.gpus)]
     devices = [torch.device("cpu")] * options.cpu if options.cpu else gpus
@@ -127,13 +125,9 @@ def main() -> None:
         raise SystemExit("no GPU: --cpu 2 --models tiny shows on the CPU that everything runs")
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    machine, rows = describe_machine(), []
-    print(json.dumps(machine), flush=True)
+    print(json.dumps(describe_machine()), flush=True)
     for name in options.models:
-        rows.append(compare(name, devices, options))
-        print(describe(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        print(describe(compare(name, devices, options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ WORKLOADS = {
     "convnext_t128": "ConvNeXt-T, 32 rows of 128 px",
     "deberta_v2": "DeBERTa-v2, 8 layers",
     "diffusion": "diffusion, 24 convolutions",
-    "dlrm": "DLRM",
     "efficientnet_v2_s": "EfficientNetV2-S, 128 px",
     "gemma2": "Gemma 2, 8 layers",
     "gpt2": "GPT-2 124M",
@@ -57,6 +56,7 @@ WORKLOADS = {
     "moe": "mixture of experts",
     "resnet18": "ResNet-18, 32 px",
     "qwen2": "Qwen2, 12 layers",
+    "qwen2_512": "Qwen2, 12 layers of width 512",
     "resnet18_64": "ResNet-18, 64 px",
     "resnet50": "ResNet-50",
     "simclr": "SimCLR, ResNet-18",
@@ -78,14 +78,10 @@ ROWS = {
     "threads": "DataParallel, threads",
     "graphs": "DataParallel, graphs",
     "step": "TrainStep",
-    "save_to_torch": "everygpu.save / torch.save, which does not sync",
-    "load_to_torch": "everygpu.load / torch.load",
-    "background_call_to_save": "a call to save in the background / a synchronous save",
+    "step_compiled": "TrainStep, compiled",
     "fsdp_to_fsdp2": "speed, beside FSDP2 by hand",
     "held_bytes": "held between steps",
     "peak_bytes": "most",
-    "memory_of_a_save": "memory of a save beside the state",
-    "memory_of_a_background_save": "memory of a background save",
 }
 
 
