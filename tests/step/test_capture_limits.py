@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
+from tests.step.scenarios import once
 from tests.step.test_capture import (
     OPTIMIZERS,
     Devices,
@@ -83,6 +84,7 @@ def test_one_device_that_is_refused_trains_as_a_plain_loop(recording: Devices, a
             torch.testing.assert_close(ours.state[p][name], value, check_device=False, rtol=1e-3, atol=1e-5)
 
 
+@once
 @pytest.mark.parametrize(("kind", "reason"), [(Counting, "attributes"), (Reading, "Error"), (Tossing, "on the host")])
 def test_what_cannot_be_recorded_runs_as_it_is(
     recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
@@ -106,12 +108,14 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
+@once
 def test_must_capture_says_why_it_cannot(recording: Devices) -> None:
     used = recording(2)
     with pytest.raises(CaptureError, match="capture='auto'"):
         train(Reading().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=True)
 
 
+@once
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing torch's compiler warns of torch.jit
 def test_hooks_whose_code_is_proven_are_recorded(recording: Devices) -> None:
     used = recording(2)
@@ -128,6 +132,7 @@ def test_hooks_whose_code_is_proven_are_recorded(recording: Devices) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+@once
 @pytest.mark.parametrize("num_before", [0, 10])
 def test_hooks_are_called(recording: Devices, num_before: int) -> None:
     """One that comes later ends the recording."""
@@ -148,6 +153,7 @@ def drop_norm(net: nn.Module) -> None:
     net.norm = nn.Identity()
 
 
+@once
 def test_modes_and_attributes_count(recording: Devices) -> None:
     used = recording(2)
     data = batches(12, used[0], ignore=False)
@@ -273,6 +279,7 @@ class Dropping(LayerDrop):
     probability = 0.5
 
 
+@once
 @pytest.mark.parametrize(("kind", "is_recorded"), [(LayerDrop, True), (Dropping, False), (Scaling, False)])
 def test_draws_that_decide_nothing_are_recorded(recording: Devices, kind: type[Net], is_recorded: bool) -> None:
     used = recording(1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import everygpu
 from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
-from tests.step.scenarios import Devices, Step, X, Y, check, make_step, train_on
+from tests.step.scenarios import Devices, Step, X, Y, check, make_step, once, train_on
 from tests.step.test_capture import Moving, Net, num_recordings
 
 
@@ -21,6 +21,7 @@ class Optional(Net):
         return super().forward(x) * (1.0 if more is None else 0.5 if isinstance(more, list) else 0.25)
 
 
+@once
 def test_empty_containers_count(recording: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         train_on(step, losses, more=[])
@@ -35,6 +36,7 @@ class Numbered(Net):
         return super().forward(x)
 
 
+@once
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_COUNTED", 20)
     step = make_step(recording(2), Numbered)
@@ -46,6 +48,7 @@ def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypa
     assert num_recordings(step) == 1
 
 
+@once
 def test_a_model_that_returns_its_loss(recording: Devices) -> None:
     used = recording(2)
     net = OwnLoss().to(used[0])
@@ -54,6 +57,7 @@ def test_a_model_that_returns_its_loss(recording: Devices) -> None:
     assert num_recordings(step) == 1
 
 
+@once
 def test_a_recording_does_not_keep_the_batch(recording: Devices) -> None:
     step = make_step(recording(2))
     refs = []
@@ -80,6 +84,7 @@ def each(step: Step, losses: list[Tensor], *batches_of: Any) -> None:
         losses += [step(*args, **kwargs) for _ in range(6)]
 
 
+@once
 def test_nested_inputs_and_such_without_rows(recording: Devices) -> None:
     half = X * 0.5
     one = ({"x": {"a": (half,), "b": X}}, Y), {}
@@ -111,6 +116,7 @@ class Writing(Net):
         return super().forward(x.mul_(0.5))
 
 
+@once
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: bool) -> None:
@@ -129,6 +135,7 @@ def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: boo
     assert not found[0].equal(X.to(used[0]))
 
 
+@once
 @pytest.mark.parametrize("split", ["even", [2.0, 1.0], [1.0, 0.0]], ids=str)
 def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
     class Sideways(Net):
@@ -146,6 +153,7 @@ def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
     check(recording, scenario, make=Sideways, loss=loss, first=((X.T, Y[None]), {}), wrapper=wrapper)
 
 
+@once
 def test_outputs_that_are_joined(recording: Devices) -> None:
     check(recording, train_on, wrapper={"gather": "joined"})
 
@@ -162,6 +170,7 @@ def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices, make: Any
     check(recording, scenario, make=make)
 
 
+@once
 def test_no_more_kinds_than_may_be_are_recorded(
     recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +194,7 @@ class Sometimes(Net):
         return super().forward(x)
 
 
+@once
 @pytest.mark.parametrize("rows", [(6, 8, 12), (6, 8, 12, 7, 9, 10, 4, 5)], ids=["one of three", "six of eight"])
 def test_kinds_that_cannot_be_recorded_leave_the_others(recording: Devices, rows: tuple[int, ...]) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
@@ -207,6 +217,7 @@ class LossInside(nn.Module):
         return {"loss": F.cross_entropy(self.net(x), labels)}
 
 
+@once
 def test_models_that_weigh_their_loss_by_labels(recording: Devices) -> None:
     labels = Y.clone()
     labels[: len(Y) // 2 - 1] = -100

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import everygpu
 from everygpu.errors import CallError
-from tests.step.scenarios import Devices, Step, X, Y, adamw, check, make_step, train_on
+from tests.step.scenarios import Devices, Step, X, Y, adamw, check, make_step, once, train_on
 from tests.step.test_capture import Net, num_recordings
 
 
@@ -101,6 +101,7 @@ def test_an_update_waits_for_a_gradient_that_the_step_before_did_not_have(record
     check(recording, scenario, make=Early)
 
 
+@once
 def test_a_method_that_is_overridden_later_is_no_part_of_the_recording(recording: Devices) -> None:
     used = recording(2)
     net = Net().to(used[0])
@@ -246,6 +247,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
 }
 
 
+@once
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_counts(recording: Devices, name: str) -> None:
     options, changes = CHANGES[name]
@@ -260,6 +262,7 @@ def test_what_changes_counts(recording: Devices, name: str) -> None:
     check(recording, scenario, **{**options, "makes_loss": "loss" in options, "loss": loss})
 
 
+@once
 def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
     judge = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
     judge.requires_grad_(False)
@@ -281,6 +284,7 @@ def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
     check(recording, scenario, loss=loss)
 
 
+@once
 def test_hooks_on_all_modules(recording: Devices) -> None:
     calls: list[int] = []
 
@@ -304,6 +308,7 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@once
 def test_modes_are_asked_at_every_step(recording: Devices) -> None:
     mode = Counting()
 
@@ -318,6 +323,7 @@ def test_modes_are_asked_at_every_step(recording: Devices) -> None:
     check(recording, scenario)
 
 
+@once
 def test_saved_tensors_hooks_are_called(recording: Devices) -> None:
     packed: list[int] = []
 
@@ -353,6 +359,7 @@ class Making(Net):
         return super().forward(x) * torch.full((), 1 / 3, device=x.device).double().float()
 
 
+@once
 @pytest.mark.parametrize("setting", ["dtype", "conv", "rnn"])
 def test_torch_s_settings_count(recording: Devices, setting: str) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
@@ -367,6 +374,7 @@ def test_torch_s_settings_count(recording: Devices, setting: str) -> None:
     check(recording, scenario, make=Making)
 
 
+@once
 def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.LONG", 4)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_ATTEMPTS", 2)
@@ -378,6 +386,7 @@ def test_recordings_that_served_may_be_followed_by_others(recording: Devices, mo
         assert num_recordings(step) == num_expected
 
 
+@once
 def test_autocast_around_some_steps(recording: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         with torch.autocast(X.device.type if step._home.type == "cpu" else "cuda", torch.bfloat16):
@@ -387,6 +396,7 @@ def test_autocast_around_some_steps(recording: Devices) -> None:
     check(recording, scenario)
 
 
+@once
 @pytest.mark.parametrize("count", [1, 2])
 def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: int) -> None:
     used = recording(count)
@@ -413,6 +423,7 @@ class Normalised(Net):
         nn.utils.parametrizations.weight_norm(self.first)
 
 
+@once
 def test_layers_with_hooks_for_state_dicts(recording: Devices) -> None:
     check(recording, train_on, make=Normalised)
 
@@ -436,6 +447,7 @@ class Choosing(Net):
         return super().forward(x) * (1.0 if toss < 0.5 else 2.0)
 
 
+@once
 @pytest.mark.parametrize("kind", ["python", "numpy", "numpy-legacy", "torch"])
 def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
     check(recording, train_on, make=lambda: Choosing(kind), count=1, num=0)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import everygpu
 from tests.parallel.cuda_graphs.forwards import num_recordings as num_recorded_forwards
 from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
-from tests.step.scenarios import Devices
+from tests.step.scenarios import Devices, once
 from tests.step.test_capture import num_recordings
 
 # Where parameters are one after another, they lie in another order than cuDNN's.
@@ -45,6 +45,7 @@ def skip_if_never_recorded(used: list[torch.device], way: str) -> None:
         pytest.skip("replicas on the CPU aren't recorded by default")
 
 
+@once
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_as_on_one_device(recording: Devices, name: str, way: str) -> None:
@@ -65,6 +66,7 @@ def test_training_is_as_on_one_device(recording: Devices, name: str, way: str) -
     assert torch.backends.cudnn.enabled
 
 
+@once
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_and_batches_of_several_lengths(recording: Devices, way: str) -> None:
     """cuDNN draws a seed for dropout after a generator's state was set, as a proof and each launch do."""
@@ -76,6 +78,7 @@ def test_dropout_and_batches_of_several_lengths(recording: Devices, way: str) ->
     assert sum(losses[-9:]) < sum(losses[:9])
 
 
+@once
 def test_a_weight_that_is_replaced(recording: Devices) -> None:
     used = recording(2)
     nets: list[Any] = []
