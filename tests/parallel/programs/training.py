@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests.parallel.programs.blocks import WIDTH, Averaged, Tempered
 from tests.parallel.programs.network import CALLS, IGNORED, IN_MODEL, NUM_OUTPUTS, NUM_TOKENS, Answer, logits_of
 
-EPS = 1e-5
+EPS = 1e-4
 """Adam's: what rounding leaves of a gradient that is zero, as that of a bias before a norm, must not become a step."""
 
 Wrap = Callable[[nn.Module], nn.Module]
