@@ -1,139 +1,103 @@
-"""The GPUs that ``everygpu run`` chooses."""
+"""``everygpu plan``: what a model takes of each GPU."""
 
-import click
+import re
+
 import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
 
-from everygpu.cli.options import Request, read_request
-from everygpu.cli.plan import Plan, plan_run
-from everygpu.devices import nvml
-from everygpu.errors import DeviceError
-from tests.devices.fake_nvml import GIB, make_sample
+from everygpu.cli import main
+from everygpu.parallel.fully_sharded.plan import plan_memory
+from tests.parallel.fully_sharded.training import VOCABULARY, Net
 
-BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
-UUIDS = [sample.uuid for sample in BOX]
+FILE = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from torch import nn
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
-def parse_request(text):
-    return read_request(None, None, text)
+def bare():
+    @dataclass  # which looks for the module of its annotations
+    class Sizes:
+        blocks: int = 4
+    return nn.Sequential(*(Block() for _ in range(Sizes().blocks)))
 
+def build():
+    return bare(), torch.zeros(2, 512, 64)
 
-CPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
-
-
-@pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        ("auto", Request()),
-        ("1", Request(count=1)),
-        ("12", Request(count=12)),
-        ("0,2", Request(indices=(0, 2))),
-        ("2,0", Request(indices=(2, 0))),
-        ("0,", Request(indices=(0,))),
-        ("3,", Request(indices=(3,))),
-    ],
-)
-def test_what_gpus_says(text, request_):
-    assert parse_request(text) == request_
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "all", "1.5", ",", "0,,1", "0;1", "0,1,0", "GPU-1", "0, 1"])
-def test_what_gpus_cannot_say(text):
-    with pytest.raises(click.BadParameter, match="auto|twice") as caught:
-        parse_request(text)
-    assert repr(text) in str(caught.value.message)
+def wrong():
+    return 3
+"""
 
 
 @pytest.fixture
-def plan(monkeypatch):
-    """Plan a run on a box of samples; None stands for a machine without a driver."""
+def plan(tmp_path, monkeypatch):
+    (tmp_path / "model.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
 
-    def make(gpus="auto", *, min_free=None, samples=BOX, **environ):
-        monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
-        request = parse_request(gpus)
-        demand = request.demand(min_free_memory=min_free)
-        return plan_run(request, demand, environ, share=True)
+    def run(build, *arguments):
+        return CliRunner().invoke(main, ["plan", build, "--gpus", "4", *arguments])
 
-    return make
+    return run
+
+
+def test_ways_are_listed_with_what_fits(plan):
+    done = plan("model.py:build", "--memory", "3MiB", "--precision", "fp32")
+    assert done.exit_code == 0, done.output
+    rows = [re.split(r"  +", line.strip()) for line in done.output.splitlines()[2:]]
+    assert [row[0] for row in rows] == [
+        "whole on each GPU",
+        'shard="optimizer"',
+        'shard="gradients"',
+        'shard="parameters"',
+        'shard="parameters", checkpoint_activations="blocks"',
+    ]
+    # Blocks have 64 * 256 parameters; 2 * 512 rows of 64, and no scores of 512 * 512.
+    assert rows[0][1:4] == ["256.0 KiB", "256.0 KiB", "512.0 KiB"]
+    assert rows[3][1:4] == ["64.0 KiB", "64.0 KiB", "128.0 KiB"]
+    assert [row[5] for row in rows] == ["6.0 MiB"] * 4 + ["2.2 MiB"]
+    assert [row[-1] for row in rows] == ["too large"] * 4 + ["fits"]
+    assert not dist.is_initialized()
+
+
+def test_a_batch_may_be_left_out(plan):
+    assert "Activations aren't counted" in plan("model.py:bare", "--memory", "80GB").output
 
 
 @pytest.mark.parametrize(
-    ("gpus", "min_free", "environ", "expected"),
+    ("build", "message"),
     [
-        ("auto", None, {}, [1, 2, 0]),
-        ("auto", "20GiB", {}, [1, 2]),
-        ("2", None, {}, [1, 2]),
-        ("2,0", None, {}, [2, 0]),
-        ("0,1", None, {}, [0, 1]),
-        ("0,", None, {}, [0]),
-        ("2,1", "20GiB", {}, [2, 1]),
-        ("auto", None, {"CUDA_VISIBLE_DEVICES": "0,2"}, [2, 0]),
-        ("1", None, {"CUDA_VISIBLE_DEVICES": "0,2"}, [2]),
-        ("auto", None, {"CUDA_VISIBLE_DEVICES": "2,9,1"}, [2]),
-        ("0,2", None, {"CUDA_VISIBLE_DEVICES": UUIDS[2] + "," + UUIDS[0]}, [0, 2]),
+        ("model.py", "names no function"),
+        ("model.py:nothing", "No function 'nothing'"),
+        ("nowhere.py:build", "No file 'nowhere.py'"),
+        ("model.py:wrong", "returns int"),
     ],
 )
-def test_gpus_are_set_by_uuid(plan, gpus, min_free, environ, expected):
-    settings = {
-        "CUDA_VISIBLE_DEVICES": ",".join(UUIDS[index] for index in expected),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
-    assert plan(gpus, min_free=min_free, **environ) == Plan(environ=settings, num_gpus=len(expected))
+def test_what_is_no_model_is_refused(plan, build, message):
+    done = plan(build, "--memory", "80GB")
+    assert done.exit_code == 2
+    assert message in done.output
 
 
-@pytest.mark.parametrize("samples", [None, []])
-def test_auto_without_a_driver_leaves_torch_what_it_finds(plan, samples):
-    made = plan(samples=samples)
-    assert made.environ == {}
-    assert made.num_gpus == 0
-    assert "No NVIDIA GPU" in made.note
-
-
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": ""}, "No usable GPU in CUDA_VISIBLE_DEVICES='': the script runs on the CPU"),
-        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "No usable GPU in CUDA_VISIBLE_DEVICES='1,1'"),
-    ],
-)
-def test_auto_falls_to_the_cpu_with_one_line(plan, environ, words):
-    made = plan(**environ)
-    assert made.environ == CPU
-    assert made.num_gpus == 0
-    assert words in made.note
-    assert "\n" not in made.note
-
-
-@pytest.mark.parametrize(
-    ("gpus", "min_free", "environ", "words"),
-    [
-        ("4", None, {}, "Found 3 of 4 requested GPUs"),
-        ("auto", "91GiB", {}, "Found 0 of 1 requested GPUs"),
-        ("3", "20GiB", {}, "GPU 0 .* below 20.0 GiB"),
-        ("0,7", None, {}, "Found 1 of 2 requested GPUs"),
-        ("0,1", "20GiB", {}, "GPU 2 .* not asked for"),
-        ("0,1", None, {"CUDA_VISIBLE_DEVICES": "1,2"}, "GPU 0 .* hidden by CUDA_VISIBLE_DEVICES='1,2'"),
-        ("1", None, {"CUDA_VISIBLE_DEVICES": "-1"}, "GPU 2 .* hidden by CUDA_VISIBLE_DEVICES='-1'"),
-    ],
-)
-def test_what_is_asked_for_and_cannot_be_had(plan, gpus, min_free, environ, words):
-    with pytest.raises(DeviceError, match=words) as caught:
-        plan(gpus, min_free=min_free, **environ)
-    assert all(f"GPU {index}" in str(caught.value) for index in range(3))
-
-
-@pytest.mark.parametrize(
-    ("samples", "environ"),
-    [([make_sample(0, is_mig=True)], {}), (BOX, {"CUDA_VISIBLE_DEVICES": "MIG-c6d4f1ef"})],
-    ids=["all in MIG mode", "one instance named"],
-)
-def test_instances_are_left_to_cuda_and_never_asked_for(plan, samples, environ):
-    assert plan(samples=samples, **environ) == Plan()
-    with pytest.raises(DeviceError, match="Found 0 of 1"):
-        plan("1", samples=samples, **environ)
-
-
-def test_a_gpu_in_mig_mode_is_refused_beside_whole_ones(plan):
-    box = [make_sample(0, is_mig=True), *BOX[1:]]
-    assert plan(samples=box).num_gpus == 2
-    with pytest.raises(DeviceError, match="GPU 0 .* in MIG mode: set CUDA_VISIBLE_DEVICES to an instance"):
-        plan("3", samples=box)
+def test_shares_are_those_of_the_first_rank():
+    """Of uneven rows, the largest; frozen and tied parameters count as what they are."""
+    with torch.device("meta"):
+        model, ids = Net(tied=True), torch.zeros(2, 4, dtype=torch.long)
+    model.blocks[0].requires_grad_(False)
+    whole, *_, least, _ = plan_memory(model, lambda module: module(ids), 3, "fp32")
+    block = 6 * 2 + 7 * 6 + 7 + 6 * 7 + 6
+    assert whole.parameters == 4 * (3 * block + VOCABULARY * 6 + 12)
+    assert whole.gradients == 4 * (2 * block + VOCABULARY * 6 + 12)
+    share = 2 + 2 + 3 * 6 + 3 + 2 * 7 + 2
+    assert least.parameters == 4 * (3 * share + 4 * 6 + 4)
+    assert least.states == 2 * least.gradients == 8 * (2 * share + 4 * 6 + 4)

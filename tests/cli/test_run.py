@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from everygpu.cli import main
-from everygpu.cli.plan import NO_GPU
+from everygpu.cli.choose import NO_GPU
 from everygpu.cli.script import run_script
 from everygpu.devices import nvml
 from tests.cli.runs import command_of, everygpu, install_driver

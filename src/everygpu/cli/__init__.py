@@ -10,8 +10,8 @@ from everygpu.cli.bench import compare_ways
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
-from everygpu.cli.memory import plan_model
 from everygpu.cli.output import say, without_caller
+from everygpu.cli.plan import plan_model
 from everygpu.cli.run import run_chosen
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from everygpu.cli.choose import choose_gpus
 from everygpu.cli.options import Filters, Request, filter_options, read_request
 from everygpu.cli.output import harmless, make_console
-from everygpu.cli.plan import choose_gpus
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders

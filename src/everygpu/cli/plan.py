@@ -1,120 +1,91 @@
-"""Choose the GPUs that ``everygpu run`` gives to a script, before torch is loaded."""
+"""``everygpu plan``: what a model takes of each GPU, before a GPU is rented."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from filelock import BaseFileLock
+import click
 
-from everygpu.cli.options import Request
-from everygpu.devices import nvml
-from everygpu.devices.nvml import DeviceSample
-from everygpu.devices.reserve import OWN, Holder, Reservation, reserve
-from everygpu.devices.select import Demand, choose, refuse_held
-from everygpu.devices.visible import resolve_environ
-from everygpu.errors import DeviceError
+from everygpu.cli.options import Size
+from everygpu.cli.output import make_console
+from everygpu.errors import OptionError
+from everygpu.units import format_size, parse_size
 
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
-_POLL_S = 2.0
-_IN_MIG = "in MIG mode: set CUDA_VISIBLE_DEVICES to an instance, see nvidia-smi -L"
-_USE_CPU = "Omit --gpus and the filters, or pass --cpu, to use the CPU."
+_COLUMNS = ("parameters", "gradients", "states", "whole", "activations", "sum")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to change before the script runs."""
+@click.command("plan")
+@click.argument("build", metavar="FILE.py:FUNCTION")
+@click.option("--gpus", "num_gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Number of GPUs.")
+@click.option("--memory", type=Size(), required=True, metavar="SIZE", help="Memory of one GPU, such as 80GB.")
+@click.option("--precision", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+def plan_model(build: str, num_gpus: int, memory: str, precision: str) -> None:
+    """Count the memory that a model takes of each GPU, on a machine without one.
 
-    environ: Mapping[str, str] = field(default_factory=dict)
-    """Variables to set."""
-    note: str | None = None
-    """A line for the user."""
-    num_gpus: int = 0
-    """How many GPUs the script is given for certain."""
-    locks: tuple[BaseFileLock, ...] = field(default=(), compare=False)
-    """What keeps other runs off them."""
-
-
-def plan_run(
-    request: Request,
-    demand: Demand,
-    environ: Mapping[str, str],
-    *,
-    share: bool = False,
-    wait_s: float = 0.0,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Plan:
-    """Choose the GPUs for a script, and reserve them.
-
-    Raises:
-        DeviceError: too few fit; the message has a table of every GPU. Where nothing is asked for and there is none,
-            the CPU will do.
+    The function takes no arguments, and returns the model; or (model, batch), with a batch for one GPU: a tensor, a
+    tuple of arguments or a dict of them. If the model returns no loss, its output counts. It is called with torch's
+    default device "meta", where tensors have no memory. States are AdamW's.
     """
-    samples = nvml.sample_devices() or []
-    text = environ.get("CUDA_VISIBLE_DEVICES")
-    if demand.is_empty and ((samples and all(gpu.is_mig for gpu in samples)) or (text or "").startswith("MIG-")):
-        return Plan()  # CUDA uses one instance, the first unless the variable names another
-    if demand.is_empty and not _fits(samples, request, demand, environ):
-        if not samples:
-            return Plan(note="No NVIDIA GPU found: the script runs on the CPU, or on what torch finds.")
-        among = "" if text is None else f" in CUDA_VISIBLE_DEVICES={text!r}"
-        return Plan(environ=NO_GPU, note=f"No usable GPU{among}: the script runs on the CPU.")
+    made = _find(build)
+    import torch
 
-    def select(holders: Mapping[str, Holder]) -> list[DeviceSample]:
-        return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders)
+    from everygpu.parallel.fully_sharded.plan import plan_memory
 
-    idle = [replace(gpu, free_memory_bytes=gpu.total_memory_bytes, utilization_pct=0.0) for gpu in samples]
-    is_hopeful = _fits(idle, request, demand, environ)
-    deadline = time.monotonic() + (wait_s if is_hopeful else 0.0)
-    has_told = False
-    while True:
+    with torch.device("meta"):
+        found = made()
+    model, *batches = found if isinstance(found, tuple) else (found,)
+    if not isinstance(model, torch.nn.Module) or len(batches) > 1:
+        raise OptionError(f"{build} returns {type(found).__qualname__}. Return a torch.nn.Module, or (model, batch).")
+    run = (lambda module: _call(module, batches[0])) if batches else None
+    needs = plan_memory(model.to("meta"), run, num_gpus, precision)
+    limit, console = parse_size(memory), make_console()
+    width = max(len(need.way) for need in needs)
+    console.out(f"{sum(p.numel() for p in model.parameters()):,} parameters, {num_gpus} GPUs of {memory}, {precision}")
+    console.out(f"{'':{width}}" + "".join(f"{name:>13}" for name in _COLUMNS))
+    for need in needs:
+        values = need.parameters, need.gradients, need.states, need.whole, need.activations, need.total
+        fits = "fits" if need.total <= limit * 0.95 else "tight" if need.total <= limit else "too large"
+        console.out(f"{need.way:{width}}" + "".join(f"{format_size(v):>13}" for v in values) + f"  {fits}")
+    if run is None:
+        console.out("Activations aren't counted: have the function return (model, batch).")
+
+
+def _call(module: Any, batch: Any) -> Any:
+    """Call a model on a batch, on the meta device."""
+    from everygpu.tree import map_leaves
+
+    batch = map_leaves(lambda x: x.to("meta") if hasattr(x, "to") else x, batch)
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)
+
+
+def _find(build: str) -> Callable[[], Any]:
+    """Return the function that is named, of a file or of a module."""
+    place, _, name = build.rpartition(":")
+    if not place:
+        raise OptionError(f"{build!r} names no function. Write for instance train.py:build.")
+    sys.path.insert(0, str(Path.cwd()))
+    function = getattr(_load(place), name, None)
+    if not callable(function):
+        raise OptionError(f"No function {name!r} in {place}. Check the name.")
+    return function  # type: ignore[no-any-return]
+
+
+def _load(place: str) -> ModuleType:
+    if not place.endswith(".py"):
         try:
-            taken = Reservation(select({}), ()) if share else reserve(select)
-            break
-        except DeviceError as error:
-            if time.monotonic() >= deadline:
-                hint = "\n--wait starts the script as soon as they are free; --share ignores reservations."
-                raise DeviceError(f"{error}{hint if is_hopeful else ''}") from None
-            if not has_told:
-                tell(f"waiting for GPUs. {error}")
-                has_told = True
-        time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
-    visible = ",".join(gpu.uuid or "" for gpu in taken.devices)
-    settings = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if taken.locks:
-        settings[OWN] = visible
-    return Plan(environ=settings, num_gpus=len(taken.devices), locks=taken.locks)
-
-
-def _fits(samples: Sequence[DeviceSample], request: Request, demand: Demand, environ: Mapping[str, str]) -> bool:
-    """Tell whether a demand could be met if no other run had reserved anything."""
-    try:
-        choose_gpus(samples, request, demand, environ)
-    except DeviceError:
-        return False
-    return True
-
-
-def choose_gpus(
-    samples: Sequence[DeviceSample],
-    request: Request,
-    demand: Demand,
-    environ: Mapping[str, str],
-    holders: Mapping[str, Holder] | None = None,
-) -> list[DeviceSample]:
-    """Take the GPUs that are visible, asked for, and free enough.
-
-    Raises:
-        DeviceError: too few; the message has a table of every GPU.
-    """
-    visible = resolve_environ(environ, samples)
-    everything = [*visible, *(gpu for gpu in samples if gpu not in visible)]
-    refused = refuse_held(everything, holders or {})
-    for i, gpu in enumerate(everything):
-        if gpu.is_mig:
-            refused[i] = _IN_MIG
-        elif i >= len(visible):
-            refused[i] = f"hidden by CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}"
-        if request.indices and gpu.index not in request.indices:
-            refused[i] = "not asked for"
-    chosen = choose(everything, demand, refused, _USE_CPU)
-    return sorted(chosen, key=lambda gpu: request.indices.index(gpu.index or 0)) if request.indices else chosen
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise OptionError(f"No module {place!r}: {error}. Run the command in the directory of the file.") from error
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None or not Path(place).is_file():
+        raise OptionError(f"No file {place!r}. Check the path.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and pickles look for it
+    spec.loader.exec_module(module)
+    return module

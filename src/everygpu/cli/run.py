@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
+from everygpu.cli.choose import NO_GPU, Plan, plan_run
 from everygpu.cli.launch import OPTIONS, launch, torchrun_arguments
 from everygpu.cli.options import Filters, Request, filter_options, read_request
 from everygpu.cli.output import say
-from everygpu.cli.plan import NO_GPU, Plan, plan_run
 from everygpu.cli.script import require_script, run_script
 from everygpu.devices import nvml
 from everygpu.errors import DeviceError
