@@ -29,6 +29,13 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)).relu())
 
 
+class Asking(Net):
+    """Asks the device, which no recording can: steps become those of a plain loop on the way."""
+
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > -1e9 else x
+
+
 def data(num_steps):
     generator = torch.Generator().manual_seed(1)
     for step in range(num_steps):
@@ -63,7 +70,7 @@ def train_step(net, model, device, group, num_steps, **options):
     return step.stats().engine
 
 
-def train(backend, way, options):
+def train(backend, way, options, kind=Net):
     if backend == "gloo":
         dist.init_process_group("gloo")
     group = join()
@@ -71,7 +78,7 @@ def train(backend, way, options):
     device = torch.device("cuda", group.rank if has_card else 0)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
-    bare = Net().to(device)
+    bare = kind().to(device)
     model = everygpu.DataParallel(copy.deepcopy(bare), None if has_card else [device])
     assert model.replica_devices == (device,)
     result = {"loop": train_loop, "step": train_step}[way](bare, model, device, group, 16, **options)
@@ -81,15 +88,24 @@ def train(backend, way, options):
 
 
 @pytest.mark.parametrize(
-    ("way", "options"), [("loop", {}), ("step", {}), ("step", {"clip_norm": 0.3}), ("step", {"capture": False})]
+    ("way", "options", "kind"),
+    [
+        ("loop", {}, Net),
+        ("step", {}, Net),
+        ("step", {"clip_norm": 0.3}, Net),
+        ("step", {"capture": False}, Net),
+        ("step", {"clip_norm": 0.3}, Asking),
+    ],
 )
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_training_equals_one_device(request, tmp_path, backend, way, options):
+def test_training_equals_one_device(request, tmp_path, backend, way, options, kind):
     if backend == "nccl":
         request.getfixturevalue("nccl_ranks")
-    (engine, first), (_, second) = run_ranks(train, backend, way, options, size=2, folder=tmp_path)
+    (engine, first), (_, second) = run_ranks(train, backend, way, options, kind, size=2, folder=tmp_path)
     assert first == second
-    if way == "step" and options.get("capture") is not False:
+    if kind is Asking:
+        assert engine == "threads"
+    elif way == "step" and options.get("capture") is not False:
         assert engine in ("graphs", "threads")
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from everygpu.errors import CallError, OptimizerError
 from everygpu.ranks.group import join
+from everygpu.step.sharded_update import FIRST_ASKED
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -118,8 +119,9 @@ def train_each():
         "overflow": overflow(),
         "nonfinite": nonfinite(),
         "sparse": sparse(),
-        "beside": beside_backward(),
+        "beside": [beside_backward(is_spread) for is_spread in (False, True)],
         "twice": gradient_after_its_bucket(),
+        "refused": {refusing: without_recordings(refusing) for refusing in ((), (0,), (0, 1))},
     }
 
 
@@ -138,8 +140,10 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
     assert skipped == ranks[1]["nonfinite"][0] == (1, True)
     assert "got others in update 2. The update is left out" in message
     assert [rank["sparse"] for rank in ranks] == [[2.0, 1.0, 1.0, 2.0]] * 2
-    assert [rank["beside"] for rank in ranks] == [[True] * 4] * 2
+    assert [rank["beside"] for rank in ranks] == [[[True] * 4] * 2] * 2
     assert all("use_reentrant=False" in rank["twice"] for rank in ranks)
+    # Steps are those of a plain loop, on all ranks, once no rank records them.
+    assert [rank["refused"] for rank in ranks] == [{(): False, (0,): False, (0, 1): True}] * 2
 
 
 def unequal():
@@ -198,16 +202,19 @@ def sparse():
     return [round(x, 3) for x in net.weight.flatten().tolist()]
 
 
-def beside_backward():
+def beside_backward(is_spread):
     """Tell of each bucket whether its sum began before the first layer's gradient was there."""
     group, began = join(), []
     net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     model = everygpu.DataParallel(net, ["cpu"], bucket_cap_mb=1e-6)
-    step = everygpu.TrainStep(model, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = everygpu.ShardedOptimizer(optimizer, model.device_ids) if is_spread else optimizer
+    step = everygpu.TrainStep(model, F.mse_loss, optimizer)
     all_reduce = group.all_reduce
 
     def watched(x):
-        began.append(net[0].weight.grad is not None and not net[0].weight.grad.any())
+        grad = net[0].weight.grad
+        began.append(grad is None or not grad.any())
         return all_reduce(x)
 
     group.all_reduce = watched
@@ -216,6 +223,31 @@ def beside_backward():
     finally:
         del group.all_reduce
     return began[:4]  # of the other layers
+
+
+def without_recordings(refusing):
+    """Train where these ranks find that they can't record steps; tell whether gradients are the parameters' own."""
+    group = join()
+    net = make()
+    bare = copy.deepcopy(net)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("everygpu.step.train_step.can_capture", lambda *_: True)
+        patch.setattr("everygpu.step.train_step.make_capture", lambda *_, **__: None)
+        optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in (net, bare)]
+        step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), F.cross_entropy, optimizers[0])
+    generator = torch.Generator().manual_seed(2)
+    for i in range(2 * FIRST_ASKED + 2):
+        if i == 2 + 8 * group.rank and group.rank in refusing:  # not in the same step
+            step._strategy.settle()
+        x, y = torch.randn(6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+        mine = slice(3 * group.rank, 3 * group.rank + 3)
+        step(x[mine], y[mine])
+        optimizers[1].zero_grad()
+        F.cross_entropy(bare(x), y).backward()
+        optimizers[1].step()
+    for name, value in bare.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    return net.last.weight.grad is not None
 
 
 class Reentrant(nn.Module):

@@ -13,7 +13,7 @@ from everygpu import comm
 from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.buckets.memory import make_twins, put_back, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, KeptBucket, plan_buckets
-from everygpu.parallel.buckets.sizes import update_bucket_bytes
+from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.torch_private.tensors import num_storage_uses
 
@@ -34,13 +34,13 @@ class FlatParameters:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None = None
+        self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_bytes: int = UPDATE_BYTES
     ) -> None:
         _check_places(params, devices[0])
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
-        self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
+        self.plans = plan_buckets(params, len(devices), bucket_bytes)
         self.values = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         self.grads = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         # Views of their own version counters: of the values, to notice writes; of the gradients, which are new.

@@ -25,7 +25,7 @@ class FullyShardedUpdate(ShardedUpdate):
 
     def __init__(self, model: DataParallel, group: Group, optimizer: Optimizer) -> None:
         super().__init__(model, optimizer)
-        self._ranks = group
+        self._ranks, self._group = group, None  # which adds up nothing
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model in its own precision; the loss alone is computed under autocast."""

@@ -161,7 +161,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Sha
         return FullyShardedUpdate(model, ranks.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
-    is_alone = num_devices == 1 and ranks is None
+    is_alone = set(counts) == {1}
     if is_alone and not captures:
         return ShardedUpdate(model, optimizer)
     reason, level = None, logging.INFO

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.parallel.buckets.plan import KeptBucket
-from everygpu.parallel.buckets.sizes import UPDATE_BYTES
+from everygpu.parallel.buckets.sizes import replica_bucket_bytes, update_bucket_bytes
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.ranks.gradients import finish, make_buckets
+from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
@@ -29,13 +29,16 @@ MAX_CHANGES = 3
 """Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
 no part of recordings, which would have to be made anew."""
 
+FIRST_ASKED = 8
+"""The update before which ranks first ask each other whether any records steps; then before 16, 32 and so on."""
+
 
 class ShardedUpdate:
     """Each device holds, reduces and updates its share of the parameters.
 
     With a stock optimizer nothing is spread: gradients are the parameters' own, on the primary device, as in a plain
-    loop. ``fixed`` keeps the replicas' tensors at their addresses, for CUDA graphs; ``settles``: the optimizer may as
-    well step itself.
+    loop; over ranks they are added up beside backward. ``fixed`` keeps the replicas' tensors at their addresses, for
+    CUDA graphs; ``settles``: the optimizer may as well step itself.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class ShardedUpdate:
         self.flat_params: FlatParameters
         """Parameters and gradients; others after ``prepare`` has found others. Empty where nothing is spread."""
         self._settles = settles
+        self._is_given_up = False
+        self._sums: RankGradients | None = None
         if self._sharded is None:
             prefer_fused(optimizer)
         self._arrange(self._trainable(), None)
@@ -101,8 +106,18 @@ class ShardedUpdate:
 
     def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
         """Add the gradients of a backward within up over ranks beside it, where it is the only one of its update."""
-        self._is_added_up = is_only and self._rank_sums is not None
-        return nullcontext() if self._rank_sums is None or not is_only else self._rank_sums.adding_up()
+        sums = self._current_sums() if self._sharded is None else self._rank_sums
+        self._is_added_up = is_only and sums is not None
+        return sums.adding_up() if is_only and sums is not None else nullcontext()
+
+    def _current_sums(self) -> RankGradients | None:
+        """Return what adds up the parameters' own gradients over ranks."""
+        if self._group is None:
+            return None
+        params = [p for p in all_params(self._optimizer) if p.requires_grad]
+        if self._sums is None or not self._sums.fits(params):
+            self._sums = RankGradients(self._group, params, replica_bucket_bytes(self._model.bucket_cap_mb))
+        return self._sums
 
     def flags(self) -> Tensor | None:
         """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
@@ -120,8 +135,9 @@ class ShardedUpdate:
     def reduce(self) -> Shares:
         """Add the gradients of all replicas up, and return each device's part."""
         if self._sharded is None:
-            if self._model.rank_model is not None:
-                _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))
+            if not self._is_added_up and (sums := self._current_sums()) is not None:
+                sums.add_up()
+            self._is_added_up = False
             grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
             return [grads] if grads else []
         self._touched = self.flat_params.touched()
@@ -183,7 +199,21 @@ class ShardedUpdate:
         return [*self.flat_params.kept(), *frozen]
 
     def settle(self) -> None:
-        """Where it may, give the stock optimizer its state back and go on as a plain loop: no step will be recorded."""
+        """Where it may, go on as a plain loop: no step will be recorded. Ranks do so together."""
+        self._is_given_up = True
+        if self._group is None:
+            self._hand_back()
+
+    def settle_with_ranks(self, num_steps: int) -> None:
+        """Ask the ranks, before some updates, whether none will record a step; all call it before each."""
+        asks = num_steps >= FIRST_ASKED and num_steps & (num_steps - 1) == 0
+        if not asks or self._group is None or self._sharded is None or not self._settles:
+            return
+        if self._group.begin_max([not self._is_given_up])() == [0]:
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        """Give the stock optimizer its state back."""
         if self._sharded is None or not self._settles:
             return
         self.flat_params.hand_back_grads()
@@ -276,7 +306,8 @@ class ShardedUpdate:
         model = self._model
         if self._sharded is not None:
             place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
-        self.flat_params = FlatParameters(params, model.replica_devices, model.bucket_cap_mb)
+        bucket_bytes = update_bucket_bytes(params, model.bucket_cap_mb, over_ranks=self._group is not None)
+        self.flat_params = FlatParameters(params, model.replica_devices, bucket_bytes)
         if before is not None:
             self.flat_params.take_grads(before)
         self._replicas, self._rank_sums = None, None
@@ -306,11 +337,3 @@ class ShardedUpdate:
         self.flat_params.adopt()
         twins = {id(p): list(row) for p, *row in zip(self.flat_params.params, *self.flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}
-
-
-def _add_up_ranks(group: Group, params: list[Tensor]) -> None:
-    """Add gradients up over ranks; a parameter that only others have a gradient of gets theirs."""
-    buckets = make_buckets(params, UPDATE_BYTES)
-    for bucket in buckets:
-        bucket.send(group)
-    finish(buckets)

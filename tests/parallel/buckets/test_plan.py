@@ -40,7 +40,7 @@ def test_pieces_say_where_their_elements_are(shapes, num_chunks):
 
 def test_buckets_hold_one_dtype_and_are_closed_at_a_size():
     params = [torch.zeros(10), torch.zeros(10, dtype=torch.float64), torch.zeros(10), torch.zeros(10)]
-    plans = plan_buckets(params, 1, limit_bytes=80)
+    plans = plan_buckets(params, 1, limit_bytes=60)
     assert [[slot.index for slot in plan.slots] for plan in plans] == [[3, 2], [1], [0]]
     assert [plan.dtype for plan in plans] == [torch.float32, torch.float64, torch.float32]
 

@@ -38,6 +38,7 @@ def test_defaults_and_a_cap() -> None:
     assert update_bucket_bytes(small, None) == 16 * MIB
     assert update_bucket_bytes(large, None) == 25 * MIB
     assert update_bucket_bytes(large, 1) == MIB
+    assert update_bucket_bytes(small, None, over_ranks=True) == REPLICA_BYTES
     assert replica_bucket_bytes(1e-9) == 1
 
 

@@ -155,12 +155,16 @@ def plan_bucket(
 
 
 def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:
-    """Put tensors with equal keys together, in order, up to a size per group; return indices."""
+    """Put tensors with equal keys together, in order; a group is closed at a size, as DDP closes buckets.
+
+    Returns:
+        The indices of each group's tensors.
+    """
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for index, t in enumerate(tensors):
         members, size = filling.get(key(t), ([], 0))
-        if not members or size + t.nbytes > limit_bytes:
+        if not members or size >= limit_bytes:
             members, size = [], 0
             groups.append(members)
         members.append(index)

@@ -10,12 +10,12 @@ from everygpu.errors import OptionError
 MIB = 2**20
 
 REPLICA_BYTES = 25 * MIB
-"""Parameters on their way to replicas, and their gradients back: DistributedDataParallel's default, large enough for
-full bandwidth."""
+"""Parameters on their way to replicas, and gradients back or to other ranks: DistributedDataParallel's default, large
+enough for full bandwidth."""
 
 UPDATE_BYTES = 16 * MIB
-"""Parameters that are updated together: large enough for full bandwidth, small enough that the last bucket, which no
-backward is left to hide, is soon done."""
+"""Parameters that one process updates together: large enough for full bandwidth, small enough that the last bucket,
+which no backward is left to hide, is soon done."""
 
 NUM_UPDATE_BUCKETS = 32
 """A large model has about this many, which are larger: each costs Python a launch on every device."""
@@ -36,11 +36,12 @@ def replica_bucket_bytes(bucket_cap_mb: float | None) -> int:
     return REPLICA_BYTES if bucket_cap_mb is None else _in_bytes(bucket_cap_mb)
 
 
-def update_bucket_bytes(params: Sequence[Tensor], bucket_cap_mb: float | None) -> int:
+def update_bucket_bytes(params: Sequence[Tensor], bucket_cap_mb: float | None, *, over_ranks: bool = False) -> int:
     """Return the size at which a bucket of updated parameters is closed."""
     if bucket_cap_mb is not None:
         return _in_bytes(bucket_cap_mb)
-    return max(UPDATE_BYTES, sum(p.nbytes for p in params) // NUM_UPDATE_BUCKETS)
+    least = REPLICA_BYTES if over_ranks else UPDATE_BYTES
+    return max(least, sum(p.nbytes for p in params) // NUM_UPDATE_BUCKETS)
 
 
 def _in_bytes(bucket_cap_mb: float) -> int:

@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,19 +51,22 @@ class RankGradients:
         self.is_held = False
         """Backwards leave gradients as they are, for a later one to add up."""
         self._buckets = make_buckets(params, bucket_bytes)
-        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.params}
         self._nodes = [get_gradient_edge(p).node for p in params]
         self._num_forwards = 0
         self._last: Weight = 1.0
         self._held: list[Weight] = []
         self._clear()
-        after = _After(weakref.proxy(self))  # parameters outlive this
-        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(after) for p in params]  # type: ignore[no-untyped-call]
+        self._handles: list[RemovableHandle] = []
+        for index, bucket in enumerate(self._buckets):
+            hook = _make_hook(weakref.proxy(self), index, bucket)  # parameters outlive this
+            self._handles += [p.register_post_accumulate_grad_hook(hook) for p in bucket.params]  # type: ignore[no-untyped-call]
         weakref.finalize(self, _remove, self._handles)
 
     def _clear(self) -> None:
         self._reached: dict[int, Weight] = {}
         """Weights of the forwards whose outputs the backward that is running has come to."""
+        self._adds: bool | None = None
+        """Whether the gradients of the backward that is running are added up; None before the first."""
         self._share: Share | None = None
         self._left = self._buckets[::-1]
         for bucket in self._buckets:
@@ -109,39 +113,80 @@ class RankGradients:
             f"in one process."
         )
 
-    def after(self, p: Tensor) -> None:
-        """Take a gradient that is complete; send buckets that are."""
-        share = self._share or self._begin(p.device)
-        if share is not None and self._bucket_of[id(p)].take(p):
-            while self._left and self._left[-1].is_ready:
-                self._left.pop().send(self._group, share)
+    def begin(self, device: torch.device) -> None:
+        """Find out, with the first gradient of a bucket, whether those of this backward are to be added up."""
+        if self._adds is None:
+            self._adds = self._begin(device)
 
-    def _begin(self, device: torch.device) -> "Share | None":
-        """Begin with the first gradient; None where it is not to be added up now."""
+    def _begin(self, device: torch.device) -> bool:
         if not self._reached:
+            after_backward(self._end)
             is_other = self._group.last_forward is None or self._group.last_forward() is not self
             if is_other or self._group.reached_in == backward_id():
-                return None  # another wrapper's forward, or a TrainStep's
-            if not self.is_held:
-                after_backward(self._end)
+                return False  # another wrapper's forward, or a TrainStep's
         if self.is_held:
-            return None
+            return False
         # Parameters wait for all forwards that use them, so these have been reached by now.
         weights = [*self._held, *(self._reached.values() or [self._last])]
         self._held = []
         self._share = Share(self._group, weights, device)
-        return self._share
+        return True
+
+    def complete(self, index: int) -> None:
+        """Send a bucket that has all of its gradients, once those before it are sent."""
+        if self._adds:
+            self._buckets[index].check()
+            while self._left and self._left[-1].is_complete:
+                self._left.pop().send(self._group, self._share)
 
     @torch.no_grad()
     def _end(self) -> None:
         """Send what is left, wait for the sums, and give them to the parameters."""
         if self.is_held:
             self._held += self._reached.values()
-        elif self._share is not None:
-            while self._left:
-                self._left.pop().send(self._group, self._share)
-            finish(self._buckets)
+        elif self._adds:
+            self._send_left()
         self._clear()
+
+    def _send_left(self) -> None:
+        while self._left:
+            self._left.pop().send(self._group, self._share)
+        finish(self._buckets)
+
+    @contextmanager
+    def adding_up(self) -> Iterator[None]:
+        """Add up the gradients of a backward within, which its caller has weighed."""
+        self._clear()
+        for bucket in self._buckets:
+            bucket.note_grads()
+        self._adds = True
+        try:
+            yield
+            with torch.no_grad():
+                self._send_left()
+        finally:
+            self._clear()
+
+    def add_up(self) -> None:
+        """Add up the gradients that are there; a parameter that only others have one of gets theirs."""
+        self._clear()
+        self._send_left()
+        self._clear()
+
+
+def _make_hook(gradients: RankGradients, index: int, bucket: "Bucket") -> Callable[[Tensor], None]:
+    """Make the hook of a bucket's parameters: each backward calls it for each of them, so it does little."""
+    taken, num = bucket.taken, len(bucket.params)
+
+    def note(p: Tensor) -> None:
+        if not taken:
+            gradients.begin(p.device)
+        taken.append(p)
+        if len(taken) >= num:
+            gradients.complete(index)
+
+    note.is_of_ranks = True  # type: ignore[attr-defined]
+    return note
 
 
 class Share:
@@ -182,11 +227,13 @@ class Bucket:
         self._places = [(slot.shape, slot.strides, slot.start) for slot in plan.slots]
         self._places.append((torch.Size([len(plan.slots)]), (1,), plan.numel))
         self._all_there: Tensor | None = None
+        self.taken: list[Tensor] = []
+        """Parameters whose gradients the backward that is running has completed."""
         self.clear()
 
     def clear(self) -> None:
         self._is_new = False
-        self._taken: set[int] = set()
+        self.taken.clear()
         self._views: list[Tensor] = []
         self.flags: Tensor | None = None
         """Of the gradients that were sent, where one is missing or sparse."""
@@ -197,18 +244,16 @@ class Bucket:
         self._is_new = all(p.grad is None for p in self.params)
 
     @property
-    def is_ready(self) -> bool:
-        return len(self._taken) == len(self.params)
+    def is_complete(self) -> bool:
+        return len(self.taken) >= len(self.params)
 
-    def take(self, p: Tensor) -> bool:
-        """Take note of a gradient that is complete; tell whether all are."""
-        if id(p) in self._taken:
+    def check(self) -> None:
+        """Refuse gradients that change after they are complete."""
+        if not len(set(map(id, self.taken))) == len(self.taken) == len(self.params):
             raise CallError(
                 "DataParallel: a parameter got its gradient twice in one backward, as by reentrant checkpoints, after "
                 "it was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
             )
-        self._taken.add(id(p))
-        return self.is_ready
 
     def send(self, group: Group, share: Share | None = None) -> None:
         """Begin to add the gradients up, those of all ranks multiplied by their shares."""
@@ -238,6 +283,10 @@ class Bucket:
 
     def finish(self, kinds: Iterator[float]) -> None:
         """Give the sums to the parameters; one that no rank has a gradient for keeps what it had."""
+        if self._is_new and self.flags is None:
+            for p, view in zip(self.params, self._views):
+                p.grad = view  # the gradient becomes a part of the bucket, as DDP's may
+            return
         pairs = []
         for p, view in zip(self.params, self._views):
             kind = _STRIDED if self.flags is None else next(kinds)
@@ -245,7 +294,7 @@ class Bucket:
                 p.grad = view.to_sparse(p.grad.sparse_dim())
             elif p.grad is not None and not self._is_new:
                 pairs.append((p.grad, view))
-            elif kind:  # the gradient becomes a part of the bucket, as DDP's may
+            elif kind:
                 p.grad = view if p.grad is not None or kind < _SPARSE else view.to_sparse(1)
         if pairs:
             foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
@@ -277,23 +326,11 @@ def _to_strided(grad: Tensor | None) -> Tensor | None:
     return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
-class _After:
-    """The hook of a parameter."""
-
-    __torch_unserializable__ = True  # torch.save leaves it out unsaid
-
-    def __init__(self, gradients: RankGradients) -> None:
-        self._gradients = gradients
-
-    def __call__(self, p: Tensor) -> None:
-        self._gradients.after(p)
-
-
 def check_hooks(named: Mapping[str, Tensor]) -> None:
     """Refuse parameters whose hooks would see this rank's gradient alone."""
     for name, p in named.items():
         later = p._post_accumulate_grad_hooks
-        if p._backward_hooks or (later and not all(type(hook) is _After for hook in later.values())):
+        if p._backward_hooks or (later and not all(hasattr(hook, "is_of_ranks") for hook in later.values())):
             raise CallError(
                 f"DataParallel: a hook on parameter {name} would see the gradient of this rank's rows alone. Change "
                 f"gradients after backward(), when they are those of all ranks, or remove the hook."
