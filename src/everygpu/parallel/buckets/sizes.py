@@ -13,11 +13,11 @@ REPLICA_BYTES = 25 * MIB
 """Parameters on their way to replicas, and gradients back or to other ranks: DistributedDataParallel's default, large
 enough for full bandwidth."""
 
-UPDATE_BYTES = 16 * MIB
+UPDATE_BYTES = 12 * MIB
 """Parameters that one process updates together: large enough for full bandwidth, small enough that the last bucket,
 which no backward is left to hide, is soon done."""
 
-NUM_UPDATE_BUCKETS = 32
+NUM_UPDATE_BUCKETS = 48
 """A large model has about this many, which are larger: each costs Python a launch on every device."""
 
 

@@ -199,6 +199,7 @@ class Share:
             if isinstance(w, Tensor):
                 self._own += comm.copy(w, device)
         self._may_be_zero = not counted
+        self._is_zero: Tensor | None = None
         self._total = self._own.clone()
         self._wait: Callable[[], None] | None = group.all_reduce(self._total)
         self._value = self._own
@@ -209,13 +210,14 @@ class Share:
             self._wait()
             self._wait = None
             self._value = self._own / self._total
+            self._is_zero = self._value == 0 if self._may_be_zero else None
         return self._value
 
     def scale_(self, grad: Tensor) -> None:
         """Multiply a gradient by the share; that of a rank without rows, whose mean is nan, becomes zero."""
         grad.mul_(self.value())
-        if self._may_be_zero:
-            grad.masked_fill_(self._value == 0, 0)
+        if self._is_zero is not None:
+            grad.masked_fill_(self._is_zero, 0)
 
 
 class Bucket:
