@@ -122,8 +122,7 @@ class Group:
         Returns:
             What waits for the sum; on GPUs, it has the current stream wait.
         """
-        group: Any = self._group_of(x) or dist.group.WORLD
-        work = group.allreduce([x])  # dist.all_reduce takes another 0.07 ms
+        work = dist.all_reduce(x, group=self._group_of(x), async_op=True)
 
         def wait() -> None:
             with self._communicating("sum over ranks"):
