@@ -78,6 +78,7 @@ ROWS = {
     "threads": "DataParallel, threads",
     "graphs": "DataParallel, graphs",
     "step": "TrainStep",
+    "step_eager": "TrainStep, not recorded",
     "step_compiled": "TrainStep, compiled",
     "fsdp_to_fsdp2": "speed, beside FSDP2 by hand",
     "held_bytes": "held between steps",
