@@ -30,7 +30,7 @@ MAX_CHANGES = 3
 no part of recordings, which would have to be made anew."""
 
 FIRST_ASKED = 8
-"""The update before which ranks first ask each other whether any records steps; then before 16, 32 and so on."""
+"""The update of a process before which ranks first ask each other whether any records steps; then 16, 32 and so on."""
 
 
 class ShardedUpdate:
@@ -61,6 +61,7 @@ class ShardedUpdate:
         """Parameters and gradients; others after ``prepare`` has found others. Empty where nothing is spread."""
         self._settles = settles
         self._is_given_up = False
+        self._num_begun = 0
         self._sums: RankGradients | None = None
         if self._sharded is None:
             prefer_fused(optimizer)
@@ -204,12 +205,13 @@ class ShardedUpdate:
         if self._group is None:
             self._hand_back()
 
-    def settle_with_ranks(self, num_steps: int) -> None:
+    def settle_with_ranks(self) -> None:
         """Ask the ranks, before some updates, whether none will record a step; all call it before each."""
-        asks = num_steps >= FIRST_ASKED and num_steps & (num_steps - 1) == 0
-        if not asks or self._group is None or self._sharded is None or not self._settles:
+        if self._group is None or self._sharded is None or not self._settles:
             return
-        if self._group.begin_max([not self._is_given_up])() == [0]:
+        self._num_begun += 1
+        asks = self._num_begun >= FIRST_ASKED and self._num_begun & (self._num_begun - 1) == 0
+        if asks and self._group.begin_max([not self._is_given_up])() == [0]:
             self._hand_back()
 
     def _hand_back(self) -> None:

@@ -295,7 +295,7 @@ class TrainStep:
     def _begin(self, batch: Batch) -> None:
         if self._ranks is not None:
             if self._num_batches == 0:
-                self._strategy.settle_with_ranks(self._num_steps)
+                self._strategy.settle_with_ranks()
             self._ranks.copy_buffers(self.model.module)
         self._weights.begin(batch, self.accumulate)
 
