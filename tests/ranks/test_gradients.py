@@ -228,6 +228,35 @@ def test_a_model_that_is_computed_again_in_backward(tmp_path):
     run_ranks(checkpoint_whole, size=2, folder=tmp_path)
 
 
+def backward_again(path):
+    """Go backward twice, where the first time an error comes before, or after, some of the gradients."""
+    group = join()
+    bare, net = nn.Sequential(make(), nn.Tanh()), nn.Sequential(make(), nn.Tanh())
+    ids, targets, mine = rows_of(group, [3, 2], 0)
+    errors = iter([ValueError("once")])
+
+    def fail(grad):
+        for error in errors:
+            raise error
+
+    hook = net.get_submodule(path).register_forward_hook(
+        lambda module, args, output: output.register_hook(fail) and None
+    )
+    mean_loss(bare(ids), targets).backward()
+    loss = mean_loss(everygpu.DataParallel(net, ["cpu"])(ids[mine]), targets[mine])
+    hook.remove()
+    with pytest.raises(ValueError, match="once"):
+        loss.backward(retain_graph=True)
+    net.zero_grad()
+    loss.backward()
+    assert_same(grads_of(net), grads_of(bare))
+
+
+@pytest.mark.parametrize("path", ["0", "0.first"])
+def test_a_backward_that_failed_is_run_again(tmp_path, path):
+    run_ranks(backward_again, path, size=2, folder=tmp_path)
+
+
 def wrap_again():
     group = join()
     bare, net = make(), make()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.errors import NonFiniteError
 from everygpu.exit_codes import BAD_NUMBERS, tell_reason
-from everygpu.parallel.replicas.module_tree import modules_of
 from everygpu.torch_private.modules import NormBase
 from everygpu.torch_private.tensors import foreach_copy_
 
@@ -140,7 +139,7 @@ Kept = list[tuple[list[Tensor], Tensor]]
 @torch.no_grad()
 def keep_statistics(roots: Iterable[nn.Module], devices: Collection[torch.device]) -> Kept:
     """Copy the statistics of layers in training mode, on the devices: elsewhere something would wait for the loss."""
-    layers = [m for root in roots for m in modules_of(root) if isinstance(m, NormBase) and m.training]
+    layers = [m for root in roots for m in root.modules() if isinstance(m, NormBase) and m.training]
     found = {id(t): t for m in layers for t in (m.running_mean, m.running_var) if t is not None}
     groups = defaultdict(list)
     for t in found.values():

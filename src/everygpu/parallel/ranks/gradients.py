@@ -68,6 +68,7 @@ class RankGradients:
         self._adds: bool | None = None
         """Whether the gradients of the backward that is running are added up; None before the first."""
         self._share: Share | None = None
+        self._awaited: weakref.ref[Any] | None = None
         self._left = self._buckets[::-1]
         for bucket in self._buckets:
             bucket.clear()
@@ -94,9 +95,15 @@ class RankGradients:
         """Count a forward among those of the backward that is running."""
         if not self._reached:
             self._check_backward()
-            after_backward(self._end)
+            self._expect_end()
         self._reached[forward] = weight
         self._group.reached_in = backward_id()
+
+    def _expect_end(self) -> None:
+        """Have the backward that is running come to its end; one that fails lets go of what it was to call."""
+        end, me = self._end, weakref.proxy(self)
+        self._awaited = weakref.ref(end, lambda _: me._clear())
+        after_backward(end)
 
     def _check_backward(self) -> None:
         """Refuse a backward whose gradients of parameters nobody would add up."""
@@ -120,7 +127,7 @@ class RankGradients:
 
     def _begin(self, device: torch.device) -> bool:
         if not self._reached:
-            after_backward(self._end)
+            self._expect_end()
             is_other = self._group.last_forward is None or self._group.last_forward() is not self
             if is_other or self._group.reached_in == backward_id():
                 return False  # another wrapper's forward, or a TrainStep's

@@ -79,16 +79,6 @@ def _flatten(tables: Sequence[Table]) -> _Flat:
     return _Flat(list(map(len, tables)), list(_chain(tables)), list(_chain(map(dict.values, tables))))
 
 
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """List the modules of a tree, level by level; ``root.modules()`` takes many times as long."""
-    level = found = {root: None}
-    while level:
-        children = _chain(map(dict.values, map(_children_of, level)))
-        level = {m: None for m in children if m is not None and m not in found}
-        found = {**found, **level}
-    return list(found)
-
-
 def is_dense(t: Tensor) -> bool:
     """Tell whether a tensor has memory and strides, as a plain one has."""
     return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
