@@ -33,25 +33,33 @@ _LONGEST_S = 100
 
 
 def kill_randomly(saver: Saver, root: Path, num_kills: int, seed: int = 0) -> Outcome:
-    """Kill a process while it overwrites a checkpoint, at random times; load what is there after each.
+    """Kill a process while it overwrites a checkpoint, at random times; load what is left, until one is lost.
+
+    Times are drawn earlier after a save that went through, later after one that didn't: however busy the machine is,
+    many come amid a save.
 
     Args:
         saver: What saves.
         root: An empty directory.
-        num_kills: How often.
+        num_kills: How often; further until a tenth of them left the old checkpoint.
         seed: Of the times.
     """
     chance = random.Random(seed)
-    duration = _seconds(lambda: saver.save(root / "timed", Weights(0)))
+    limit_s = 2 * _seconds(lambda: saver.save(root / "timed", Weights(0)))
     outcome: Outcome = Counter()
-    for old in range(num_kills):
+    while outcome.total() < num_kills or outcome["old"] < num_kills / 10:
+        old = outcome.total()
         with contextlib.suppress(Exception):  # what is left may stand in the way of the next save
             saver.save(root / "ckpt", Weights(old))
         child = fork(partial(saver.save, root / "ckpt", Weights(old + 1)))
-        time.sleep(chance.uniform(0, 1.5 * duration))
+        time.sleep(chance.uniform(0, limit_s))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        outcome[what_is_there(saver, root / "ckpt", old)] += 1
+        found = what_is_there(saver, root / "ckpt", old)
+        outcome[found] += 1
+        if found == "lost":
+            break
+        limit_s *= 0.8 if found == "new" else 1.25
     return outcome
 
 
