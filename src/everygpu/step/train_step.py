@@ -312,11 +312,11 @@ class TrainStep:
                     put_back_unless_finite(before, loss)
                     if update is not None:
                         update.check(loss.detach())
-                share = self._weights.scale(loss)
+                seed = self._weights.seed(loss)
                 is_only = self.accumulate == 1
                 watching = self._strategy.adding_up(is_only=is_only) if update is None else update.watching()
                 with watching, running("backward", self._home):
-                    torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
+                    torch.autograd.backward(loss, seed if self._scale is None else self._scale.scale(seed))
         finally:
             if update is None:
                 self._strategy.flat_params.detach_grads()

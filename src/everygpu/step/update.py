@@ -28,9 +28,9 @@ class LossScale:
         self.value = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss; what was multiplied before the scale changes must be divided before, too."""
-        return loss * comm.copy(self.value, loss.device)
+    def scale(self, seed: Tensor) -> Tensor:
+        """Multiply what backward begins with; gradients of before the scale changes must be divided before, too."""
+        return seed * comm.copy(self.value, seed.device)
 
     def unscale(self, shares: Shares) -> Tensor:
         """Divide gradients in place; return, shape (), 1 where any gradient is not finite, else 0."""

@@ -52,12 +52,12 @@ class BatchWeights:
             self._share.fill_(share)
             self._written = share
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return what backward begins with; nothing for a batch without rows, whose mean is nan."""
+    def seed(self, loss: Tensor) -> Tensor:
+        """Return the loss's own gradient, with which backward begins; 0 for a batch without rows, whose mean is nan."""
         if not self._is_needed:
-            return loss
+            return torch.ones_like(loss)
         share = comm.copy(self._share, loss.device)
-        return torch.where(share == 0, 0, loss) * share / self._accumulate
+        return share if self._accumulate == 1 else share / self._accumulate
 
     def end(self) -> None:
         """Count the batch as one of the update."""
@@ -67,10 +67,13 @@ class BatchWeights:
         """Return the loss over all ranks' rows of the batch that was begun, and the sum of flags that travel along."""
         if self._group is None:
             return loss, flags
-        dtype = torch.promote_types(loss.dtype, torch.float32)
-        here = _on_device(self._here, dtype, loss.device)
-        found = torch.where(here == 0, 0, loss.detach()) * here
-        numbers = torch.stack([found.to(dtype), here])
+        dtype, here = torch.promote_types(loss.dtype, torch.float32), self._here
+        if isinstance(here, Tensor):
+            numbers = here.to(loss.device, dtype).repeat(2)
+        else:  # no copy from the host, which waits for what is queued there
+            numbers = torch.full((2,), here, dtype=dtype, device=loss.device)
+        is_counted = not isinstance(here, Tensor) and here != 0
+        numbers[0].mul_(loss.detach() if is_counted else torch.where(numbers[1] == 0, 0, loss.detach()))
         numbers = numbers if flags is None else torch.cat([numbers, flags.to(dtype)])
         self._group.all_reduce(numbers)()
         self._all = numbers[1].to(self._home, torch.float32)
@@ -102,10 +105,3 @@ class BatchWeights:
     def _find_unit(self, here: float | Tensor) -> float:
         found = max(float(here), 1.0)
         return found if self._group is None else self._group.broadcast_object(found)
-
-
-def _on_device(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Put a number on a device without a copy from the host, which waits for what is queued there."""
-    if isinstance(value, Tensor):
-        return value.to(device, dtype)
-    return torch.full((), value, dtype=dtype, device=device)
