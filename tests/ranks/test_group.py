@@ -28,14 +28,16 @@ def talk():
     group = join()
     assert group is join(), "one group for a run"
     x, y = torch.full((3,), float(group.rank)), torch.arange(2) * (group.rank + 1)
+    z = torch.full((2,), complex(1, group.rank))
     group.broadcast(y)
     group.all_reduce(x)()
+    group.all_reduce(z)()
     return {
         "place": (group.rank, group.size, group.local_rank, group.local_size),
         "gather": group.gather({"rank": group.rank}),
         "first": group.broadcast_object(f"of rank {group.rank}"),
         "broadcast": y.tolist(),
-        "reduced": x.tolist(),
+        "reduced": [*x.tolist(), *z.tolist()],
         "is_main": everygpu.is_main(),
     }
 
@@ -55,7 +57,7 @@ def test_ranks_exchange_values(tmp_path, function):
             "gather": [{"rank": r} for r in range(3)],
             "first": "of rank 0",
             "broadcast": [0, 1],
-            "reduced": [3.0] * 3,
+            "reduced": [3.0, 3.0, 3.0, 3 + 3j, 3 + 3j],
             "is_main": rank == 0,
         }
 

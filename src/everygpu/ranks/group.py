@@ -122,7 +122,8 @@ class Group:
         Returns:
             What waits for the sum; on GPUs, it has the current stream wait.
         """
-        work = dist.all_reduce(x, group=self._group_of(x), async_op=True)
+        # The group's own method: a step makes many of these calls, and dist.all_reduce takes half as long again.
+        work = self._group_of(x).allreduce([torch.view_as_real(x) if x.is_complex() else x])
 
         def wait() -> None:
             with self._communicating("sum over ranks"):
@@ -176,8 +177,9 @@ class Group:
                 f"torchrun names its rank."
             ) from error
 
-    def _group_of(self, x: Tensor) -> "dist.ProcessGroup | None":
-        return self._control if x.device.type == "cpu" else None
+    def _group_of(self, x: Tensor) -> "dist.ProcessGroup":
+        world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        return self._control if x.device.type == "cpu" else world
 
 
 class OncePerRun(logging.Filter):

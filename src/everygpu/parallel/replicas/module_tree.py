@@ -76,7 +76,8 @@ class _Flat(NamedTuple):
 
 
 def _flatten(tables: Sequence[Table]) -> _Flat:
-    return _Flat(list(map(len, tables)), list(_chain(tables)), list(_chain(map(dict.values, tables))))
+    filled = list(filter(None, tables))  # most are empty
+    return _Flat(list(map(len, tables)), list(_chain(filled)), list(_chain(map(dict.values, filled))))
 
 
 def is_dense(t: Tensor) -> bool:
