@@ -6,6 +6,7 @@ from torch import nn
 
 import everygpu
 from everygpu.ranks.group import join
+from tests.clients import conftest  # noqa: F401 - in each rank, for torchvision
 from tests.parallel.fully_sharded.training import whole_state
 from tests.ranks.harness import run_ranks
 
