@@ -82,6 +82,7 @@ CONTEXTS = {
     "bfloat16": [cast()],
     "float16": [cast(torch.float16)],
     "no cache": [cast(cache_enabled=False)],
+    "off": [cast(enabled=False)],
     "off inside": [cast(), cast(enabled=False)],
     "of the CPU": [lambda: torch.autocast("cpu", torch.bfloat16)],
     "no_grad": [torch.no_grad],
@@ -92,6 +93,8 @@ CONTEXTS = {
     "default dtype": [double_by_default],
     "context variable": [asked],
 }
+UNCHANGED = ("nothing", "enable_grad", "off", "off inside")
+"""Those that leave what there is by default."""
 
 
 @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
@@ -103,7 +106,9 @@ def test_every_replica_has_what_the_caller_has(devs, contexts):
         out, found = model(x)
         assert found == facts(model.module, x)
         assert out.is_inference() is torch.is_inference_mode_enabled()
-    assert (found == before) is (contexts in (CONTEXTS["nothing"], CONTEXTS["enable_grad"], CONTEXTS["off inside"]))
+    assert (found == before) is (
+        contexts in [CONTEXTS[name] for name in ("nothing", "enable_grad", "off", "off inside")]
+    )
     if out.requires_grad:
         out.double().sum().backward()
         assert model.module.lin.weight.grad.dtype is torch.float32

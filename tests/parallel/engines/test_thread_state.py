@@ -53,40 +53,6 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def get_autocast_dtype():
-    return torch.get_autocast_dtype("cpu")
-
-
-@pytest.mark.parametrize(
-    ("setting", "look", "inside", "outside"),
-    [
-        (contextlib.nullcontext, torch.is_grad_enabled, True, True),
-        (torch.no_grad, torch.is_grad_enabled, False, True),
-        (torch.inference_mode, torch.is_inference_mode_enabled, True, False),
-        (contextlib.nullcontext, torch.is_inference_mode_enabled, False, False),
-        (lambda: torch.autocast("cpu"), lambda: torch.is_autocast_enabled("cpu"), True, False),
-        (lambda: torch.autocast("cpu", enabled=False), lambda: torch.is_autocast_enabled("cpu"), False, False),
-        (lambda: torch.autocast("cpu", torch.half), get_autocast_dtype, torch.half, torch.bfloat16),
-        (lambda: torch.autocast("cpu", cache_enabled=False), torch.is_autocast_cache_enabled, False, True),
-        (lambda: torch.device("meta"), lambda: torch.ones(1).device.type, "meta", "cpu"),
-    ],
-    ids=["nothing", "no_grad", "inference_mode", "no inference_mode", "autocast", "autocast off", "autocast's dtype",
-         "autocast's cache", "default device"],
-)  # fmt: skip
-def test_setting_is_carried_and_put_back(setting, look, inside, outside):
-    assert carry([torch.device("cpu")], setting(), look) == (inside, outside)
-
-
-def test_grad_within_inference_mode():
-    with torch.inference_mode():
-        seen, _ = carry(
-            [torch.device("cpu")],
-            torch.enable_grad(),
-            lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
-        )
-    assert seen == (True, True)
-
-
 def test_every_autocast_type_at_once(devices):
     used = devices(2)
     kind = used[0].type
@@ -97,38 +63,6 @@ def test_every_autocast_type_at_once(devices):
     with torch.autocast("cpu", torch.float16):
         seen, _ = carry(used, torch.autocast(kind, torch.bfloat16), look)
     assert seen == (torch.bfloat16 if kind == "cpu" else torch.float16, torch.bfloat16)
-
-
-def test_function_modes_are_carried_in_order():
-    order = []
-
-    class Named(TorchFunctionMode):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            order.append(self.name)
-            return func(*args, **(kwargs or {}))
-
-    with Named("outer"), Named("inner"):
-        state = ThreadState([torch.device("cpu")])
-
-    def look():
-        order.clear()
-        torch.ones(1)
-        return list(order)
-
-    assert call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), look)) == ["inner", "outer"]
-    assert look() == []
-
-
-def test_saved_tensor_hooks_are_carried():
-    packed = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
-    x = torch.ones(2, requires_grad=True)
-    carry([torch.device("cpu")], hooks, lambda: (x * x).sum())
-    assert len(packed) == 2
 
 
 def test_one_thread_at_a_time_unpacks_saved_tensors():
