@@ -56,8 +56,7 @@ class BatchWeights:
         """Return the loss's own gradient, with which backward begins; 0 for a batch without rows, whose mean is nan."""
         if not self._is_needed:
             return torch.ones_like(loss)
-        share = comm.copy(self._share, loss.device)
-        return share if self._accumulate == 1 else share / self._accumulate
+        return comm.copy(self._share, loss.device) / self._accumulate  # hooks may write to it
 
     def end(self) -> None:
         """Count the batch as one of the update."""
