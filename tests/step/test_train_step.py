@@ -289,6 +289,26 @@ def loss_of_two(out: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(out["a"], y["a"]) + F.cross_entropy(out["b"], y["b"])
 
 
+def test_a_hook_may_write_to_the_gradient_of_the_loss() -> None:
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        found = F.mse_loss(output, y)
+        found.register_hook(lambda grad: grad.mul_(2))
+        return found
+
+    net, plain = nn.Linear(3, 1), nn.Linear(3, 1)
+    plain.load_state_dict(net.state_dict())
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, plain)]
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), loss, optimizers[0], accumulate=2)
+    for _ in range(3):
+        x, y = torch.randn(8, 3), torch.randn(8, 1)
+        optimizers[1].zero_grad()
+        loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizers[1].step()
+        for half in (slice(4), slice(4, 8)):
+            step(x[half], y[half])
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
+
+
 def test_nested_batches_and_sharded_targets(devices: Devices) -> None:
     pair = Pair(devices(2), "SGD", make=Two, loss=loss_of_two)
     for x, y in pair.data(4):
