@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from everygpu import comm
 from everygpu.parallel.buckets.plan import KeptBucket
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes, update_bucket_bytes
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.replicas.module_tree import has_hooks
@@ -107,17 +106,10 @@ class ShardedUpdate:
         self.flat_params.begin()
 
     def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
-        """Add the gradients of a backward within up over ranks beside it, where it is the only one of its update.
-
-        In a recording note when they are there; where they are spread without one, they are added up after backward.
-        """
-        sums = self._current_sums() if is_only and self._sharded is None else None
-        self._is_added_up = sums is not None
-        if sums is not None:
-            return sums.adding_up()
-        if is_only and self._rank_sums is not None and is_capturing():
-            return self._rank_sums.watching()
-        return nullcontext()
+        """Add the gradients of a backward within up over ranks beside it, where it is the only one of its update."""
+        sums = self._current_sums() if self._sharded is None else self._rank_sums
+        self._is_added_up = is_only and sums is not None
+        return sums.adding_up() if is_only and sums is not None else nullcontext()
 
     def _current_sums(self) -> RankGradients | None:
         """Return what adds up the parameters' own gradients over ranks."""
@@ -292,7 +284,7 @@ class ShardedUpdate:
         self.flat_params.note_grads(touched)
         self._is_added_up = bool(moments)
         if self._rank_sums is not None and moments:
-            self._rank_sums.add_up(moments)
+            self._rank_sums.add_up_recorded(moments)
 
     def _early_options(self) -> Any:
         """Return the options that a recorded update goes on with; None where updates are no part of recordings.
@@ -322,8 +314,14 @@ class ShardedUpdate:
             self.flat_params.take_grads(before)
         self._replicas, self._rank_sums = None, None
         # Gloo's sums of GPUs' gradients have the host wait.
-        if self._sharded and self._group and self._group.uses_nccl and len(model.replica_devices) == 1:
-            self._rank_sums = RankSums(self._group, self.flat_params)
+        group, is_on_one = self._group, len(model.replica_devices) == 1
+        if (
+            self._sharded
+            and group is not None
+            and is_on_one
+            and (group.uses_nccl or model.replica_devices[0].type == "cpu")
+        ):
+            self._rank_sums = RankSums(group, self.flat_params)
         if self._sharded is not None:
             self._attach(self._sharded)
         self.flat_params.count_own_uses()

@@ -18,15 +18,10 @@ class ReadyEvents:
 
     A recording knows dependencies, not the order of calls: work on the groups is queued after the backward, and
     depends on these moments only.
-
-    Args:
-        devices: Of the replicas.
-        is_external: What waits for the events is no part of the recording.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, is_external: bool = False) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        self._is_external = is_external
         self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
         """By group and replica, the last to be ready last."""
 
@@ -38,21 +33,9 @@ class ReadyEvents:
             left.discard(id(t))
             if not left:  # again and again where gradients come bit by bit: the last one counts
                 self._ready.pop((group, replica), None)
-                self._ready[group, replica] = self._record(t.device)
+                self._ready[group, replica] = torch.cuda.current_stream(t.device).record_event()
 
         return note
-
-    def _record(self, device: torch.device) -> torch.cuda.Event:
-        stream = torch.cuda.current_stream(device)
-        if not self._is_external:
-            return stream.record_event()  # type: ignore[no-any-return]
-        event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
-
-    def last(self, group: int) -> torch.cuda.Event:
-        """Return when the first replica has a group; now, where some of its gradients haven't come."""
-        return self._ready.get((group, 0)) or self._record(self._devices[0])
 
     def mark(self, group: int) -> None:
         """Have a group be ready with what is queued on all devices now."""
