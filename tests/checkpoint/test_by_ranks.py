@@ -3,19 +3,20 @@
 import itertools
 import json
 import time
+from importlib import import_module
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.checkpoint import by_ranks
 from everygpu.errors import CheckpointContentError, CheckpointError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
 from everygpu.ranks.group import join
 from tests.parallel.fully_sharded.training import Net, batch, whole_state
 from tests.ranks.harness import run_ranks, running
 
+saving = import_module("everygpu.checkpoint.save")
 pytestmark = pytest.mark.usefixtures("warm_python")
 
 PLACES = [(None, 1), ("parameters", 2), ("gradients", 3), ("gradients", 2), ("optimizer", 2), ("parameters", 3)]
@@ -135,20 +136,20 @@ def faults(folder):
         everygpu.save(folder / "file", model=model)
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(by_ranks, "write_tensors", fail)
+            patch.setattr(saving, "write_tensors", fail)
         found = "full" if rank else "rank 1 couldn't write its files: OSError: full"
         with pytest.raises((CheckpointError, OSError), match=found):
             everygpu.save(folder / "whole", model=model)
     assert not (folder / "whole").exists()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(by_ranks, "write_document", fail)
+            patch.setattr(saving, "write_document", fail)
         with pytest.raises((CheckpointError, OSError), match="can't be written: full"):
             everygpu.save(folder / "whole", model=model)
     everygpu.save(folder / "whole", model=model, optimizer=optimizer)
     with pytest.raises(CheckpointContentError, match="is shared out over ranks"):
         everygpu.save(folder / "state", ema=model.state_dict())
-    by_ranks.MEET_S = 0.2
+    saving.MEET_S = 0.2
     if rank == 0:
         with pytest.raises(RankError, match="Call save on all ranks"):
             everygpu.save(folder / "alone", model=model)

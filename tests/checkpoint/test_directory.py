@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from everygpu.checkpoint import directory as module
-from everygpu.checkpoint.directory import find_directory, new_directory, resolve_target
+from everygpu.checkpoint.directory import find_directory, replacing, resolve_target
 from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError
 
 
 def write(path: Path, text: str) -> None:
     """Write a directory as save does."""
-    with new_directory(resolve_target(path)) as new:
+    with replacing(resolve_target(path)) as new:
         (new / "checkpoint.json").write_text(f'{{"format": "everygpu", "text": "{text}"}}')
 
 
@@ -61,7 +61,7 @@ def test_a_replaced_one_is_taken_and_put_back_by_the_next_save(tmp_path: Path) -
     os.rename(tmp_path / "x", tmp_path / ".ckpt.old")
     with pytest.warns(UserWarning, match="cut off"):
         assert read(tmp_path / "ckpt") == "old"
-    with pytest.raises(Dies), new_directory(tmp_path / "ckpt"):
+    with pytest.raises(Dies), replacing(tmp_path / "ckpt"):
         raise Dies
     assert os.listdir(tmp_path) == ["ckpt"]
     assert read(tmp_path / "ckpt") == "old"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import everygpu
-from everygpu.checkpoint.modules import clean_names, find_prefix, rename, strip_prefix, unwrap
+from everygpu.checkpoint.states import clean_names, find_prefix, rename, strip_prefix, unwrap
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import match_names
 from tests.checkpoint.models import WRAPPERS, compiled, same_state, snapshot

@@ -19,7 +19,7 @@ def memory() -> Iterator[SnapshotMemory]:
 
 
 def taken(**tensors: Tensor) -> Taken:
-    return Taken(document={}, tensors={"model": tensors})
+    return Taken(document={}, files={"model": tensors})
 
 
 @on_each_kind
@@ -30,7 +30,7 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
     for _ in range(3):  # the second and the third time into the memory of the first
         arrived = memory.copy(taken(big=big, tied=big, **views))
         big.zero_()
-        found = arrived().tensors["model"]
+        found = arrived().files["model"]
         for name, value in expected.items():
             assert found[name].device.type == "cpu"
             assert torch.equal(found[name], value.cpu()), name

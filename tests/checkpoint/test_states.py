@@ -10,9 +10,8 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from everygpu.checkpoint.load import decode_part
-from everygpu.checkpoint.modules import Fit
 from everygpu.checkpoint.parts import Contents, Part
-from everygpu.checkpoint.states import encode_parts, plan_parts
+from everygpu.checkpoint.states import Fit, encode_parts, plan_parts
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from tests.checkpoint.models import Counting, Net, same_state, snapshot
 

@@ -35,7 +35,7 @@ def test_a_write_fails_after_any_number_of_bytes(tmp_path: Path) -> None:
 
 def test_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     EVERYGPU.save(tmp_path / "ckpt", Weights(1))
-    for name in ("mkdir", "fsync", "rename"):
+    for name in ("mkdir", "fsync", "rename", "replace"):
         if name == "rename":  # as where two directories can't be exchanged in one step
             monkeypatch.setattr(directory, "exchange", lambda first, second: False)
         real, failures, errors = getattr(os, name), 0, 0

@@ -13,15 +13,17 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from everygpu.checkpoint.format import Files
 from everygpu.checkpoint.values import Json, identity
 from everygpu.progress import SAVING_THREAD
+from everygpu.ranks.group import Group
 
 logger = logging.getLogger("everygpu")
 
@@ -30,9 +32,13 @@ logger = logging.getLogger("everygpu")
 class Taken:
     """The state of a run, taken apart into what goes into each file."""
 
-    document: dict[str, Json] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Tensor]]
-    """By `MODEL` and `TRAINING`, and by name: the run's own tensors, not copies."""
+    document: Mapping[str, Json]
+    files: Files
+    """The run's own tensors, not copies; without memory those that other ranks write."""
+    group: Group | None = None
+    """Of the ranks that write it together."""
+    key: str = ""
+    """Of the notes by which those ranks know of each other."""
 
 
 class Background:
@@ -62,9 +68,9 @@ class Background:
         self.check()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Begin a piece of work, after the one before it, whose error is raised."""
+        """Begin a piece of work, after the one before it, whose error is raised; its own is logged, too."""
         self.wait()
-        self._task = _Task(lambda: _log_error(work), self._turn)
+        self._task = _Task(work, self._turn, is_logged=True)
         self._task.start()
 
     def wait(self) -> None:
@@ -92,11 +98,11 @@ class Background:
 class _Task:
     """A piece of work, done once, whose start and end can be waited for again after an interrupt."""
 
-    def __init__(self, work: Callable[[], object], turn: threading.Lock) -> None:
+    def __init__(self, work: Callable[[], object], turn: threading.Lock, is_logged: bool = False) -> None:
         self.is_done = self._is_started = False
         self.error: BaseException | None = None
         self._work: Callable[[], object] | None = work
-        self._turn = turn
+        self._turn, self._is_logged = turn, is_logged
         self._claim, self._running = threading.Lock(), threading.Lock()
         self._running.acquire()
 
@@ -151,18 +157,12 @@ class _Task:
                     self._work()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self.error = error
+            if self._is_logged:
+                logger.error("A checkpoint saved in the background failed: %s", error)
         finally:
             self._work = None  # and with it the memory that it read
             self.is_done = True
             self._running.release()
-
-
-def _log_error(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        logger.error("A checkpoint saved in the background failed: %s", error)
-        raise
 
 
 class SnapshotMemory:
@@ -200,14 +200,9 @@ class SnapshotMemory:
         Equal views are copied once. Tensors on GPUs are copied in the order of their device's current stream: what is
         launched there afterwards may change them at once.
         """
-        unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
-        devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
-        num_bytes = sum(map(_padded_bytes, unique.values()))
-        if num_bytes > self._memory.numel():
-            self.release()
-            self._memory = _map_memory(num_bytes)
-        if devices and not self._memory.is_pinned():
-            _pin(self._memory)
+        unique = {identity(t): t for tensors in taken.files.values() for t in tensors.values()}
+        devices = {t.device for t in unique.values() if t.is_cuda}
+        self._reserve(sum(map(_padded_bytes, unique.values())), is_pinned=bool(devices))
         areas: dict[object, Tensor] = {}
         begin = 0
         # One after the other: a GPU copies the first tensors while the areas of the others are made.
@@ -215,9 +210,8 @@ class SnapshotMemory:
             area = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             areas[key] = area.copy_(tensor, non_blocking=True)
             begin += _padded_bytes(tensor)
-        groups = taken.tensors.items()
-        tensors = {file: {name: areas[identity(t)] for name, t in group.items()} for file, group in groups}
-        copied = replace(taken, tensors=tensors)
+        files = {file: {name: areas[identity(t)] for name, t in part.items()} for file, part in taken.files.items()}
+        copied = replace(taken, files=files)
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def wait() -> Taken:
@@ -227,28 +221,23 @@ class SnapshotMemory:
 
         return wait
 
+    def _reserve(self, num_bytes: int, is_pinned: bool) -> None:
+        """Map memory of exactly this size, if there is less, and lock it in place: GPUs write to it by themselves.
+
+        Source:
+            ``cudaHostRegister``. ``Tensor.pin_memory`` would round the size up to a power of two.
+        """
+        if num_bytes > self._memory.numel():
+            self.release()
+            memory = mmap.mmap(-1, num_bytes)
+            with suppress(OSError, AttributeError):  # large pages, where the system has them, are cleared faster
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        if is_pinned and not self._memory.is_pinned():
+            place, size = self._memory.data_ptr(), self._memory.numel()
+            if int(result := torch.cuda.cudart().cudaHostRegister(place, size, 0)) != 0:  # type: ignore[no-untyped-call]
+                logger.warning("%d bytes can't be pinned (%s): copying from the GPUs holds training up.", size, result)
+
 
 def _padded_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
-
-
-def _map_memory(num_bytes: int) -> Tensor:
-    """Map memory of exactly this size, in large pages where the system has them: they are cleared faster."""
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _pin(memory: Tensor) -> None:
-    """Lock memory in place, so that GPUs write to it by themselves.
-
-    Source:
-        ``cudaHostRegister``. ``Tensor.pin_memory`` would round the size up to a power of two.
-    """
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(result) != 0:
-        logger.warning(
-            "%d bytes can't be pinned (%s): copying from the GPUs holds training up.", memory.numel(), result
-        )

@@ -1,5 +1,6 @@
 """Write a checkpoint's model as a file that other programs read."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.directory import must_be_writable, new_file
+from everygpu.checkpoint.directory import must_be_writable, replacing
 from everygpu.checkpoint.format import write_safetensors
 from everygpu.checkpoint.load import read_any
-from everygpu.checkpoint.modules import rename
+from everygpu.checkpoint.states import rename
 from everygpu.checkpoint.values import check_storable, identity
 from everygpu.errors import CheckpointForeignError, OptionError
 
@@ -56,7 +57,8 @@ def convert(
     versions = {f"{path}.".removeprefix(strip_prefix).rstrip(".") if path else "": v for path, v in versions.items()}
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     left_out = {*contents.parts, *contents.extras} - {"model"}
-    with must_be_writable(destination, "convert"), new_file(destination) as temporary:
+    target_path = Path(os.path.realpath(destination))
+    with must_be_writable(destination, "convert"), replacing(target_path, is_file=True) as temporary:
         if target == "safetensors":
             left_out |= model.keys() - tensors.keys()
             for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,16 @@ from everygpu.errors import (
     OptionError,
 )
 
+Mode: TypeAlias = Literal["min", "max"]
+"""Whether a metric is better when it is lower or higher."""
+
+Best: TypeAlias = tuple[str, Mode, int]
+"""A metric, and how many of the best checkpoints by it stay beside the newest."""
+
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 _LOOKS, _LOOK_AGAIN_S = 5, 0.002
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.(step-\d{8,})\.(tmp|old)")
 
 
 def as_path(path: str | os.PathLike[str], caller: str) -> Path:
@@ -39,11 +47,6 @@ def as_path(path: str | os.PathLike[str], caller: str) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise OptionError(f"{caller}: {path!r} is no path. Pass a str or Path, for instance 'checkpoints/last'.")
     return Path(os.path.expanduser(text))
-
-
-def beside(target: Path, what: str) -> Path:
-    """Name what is next to a target: its ``lock``, what is being written (``tmp``), what was replaced (``old``)."""
-    return target.with_name(f".{target.name}.{what}")
 
 
 def resolve_target(path: Path) -> Path:
@@ -105,8 +108,8 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
-    """Yield an empty directory beside the target; it takes the target's place when the block ends.
+def replacing(target: Path, *, is_file: bool = False, is_locked: bool = False) -> Iterator[Path]:
+    """Yield an empty directory or file beside the target; it takes the target's place when the block ends.
 
     Whenever the process dies, a complete checkpoint is under the target's name: the two are exchanged in one step
     where the system can, else the old one is renamed first, to where `find_directory` looks. What others have put
@@ -116,37 +119,27 @@ def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
         if not parent.exists():
             parent.mkdir(exist_ok=True)
             sync_path(parent.parent)
-    with nullcontext() if is_locked else hold_lock(beside(target, "lock")):
-        clear_leftovers(target)
-        new = beside(target, "tmp")
-        new.mkdir()
+    with nullcontext() if is_locked else hold_lock(_beside(target, "lock")):
+        new = _beside(target, "tmp")
+        if is_file:
+            _remove(new)
+            new.touch(exist_ok=False)
+        else:
+            clear_leftovers(target)
+            new.mkdir()
         try:
             if target.exists():
                 shutil.copymode(target, new)
             yield new
-            _take_along(target, new)
+            for entry in target.iterdir() if target.is_dir() and not is_file else ():
+                if is_file_of_ours(entry.name):
+                    continue
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.copytree(entry, new / entry.name, symlinks=True)
+                else:
+                    shutil.copy2(entry, new / entry.name, follow_symlinks=False)
             sync_path(new)
             _replace(new, target)
-        finally:
-            _remove(new)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yield an empty file beside a path; it takes the path's place when the block ends, or is removed."""
-    target = Path(os.path.realpath(path))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(beside(target, "lock")):
-        new = beside(target, "tmp")
-        _remove(new)
-        new.touch(exist_ok=False)
-        try:
-            if target.exists():
-                shutil.copymode(target, new)
-            yield new
-            sync_path(new)
-            os.replace(new, target)
-            sync_path(target.parent)
         finally:
             _remove(new)
 
@@ -157,32 +150,19 @@ def find_directory(path: Path) -> Path:
         if path.exists():
             return path
         sleep(_LOOK_AGAIN_S)  # where directories can't be exchanged, a save may be between its two renames
-    replaced = find_replaced(path)
+    replaced = _find_replaced(path)
     if replaced is None:
         raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path, or save one first.")
     warn(f"load: {path} is missing, as a save was cut off; the one before it is taken.", stacklevel=4)
     return replaced
 
 
-def find_replaced(path: Path) -> Path | None:
-    """Find what a save that was cut off between its two renames has left of a missing checkpoint."""
-    old = beside(Path(os.path.realpath(path)), "old")
-    return old if (old / DOCUMENT).exists() and not old.is_symlink() else None
-
-
-def remove_directory(target: Path) -> None:
-    """Remove a checkpoint so that, wherever the process dies, it is there as a whole or not at all."""
-    left = beside(target, "tmp")
-    os.rename(target, left)
-    _remove(left)
-
-
 def clear_leftovers(target: Path) -> None:
     """Remove what a saver that was killed has left, and put back what it had moved; no other may be saving there."""
-    if not target.exists() and (old := find_replaced(target)) is not None:
+    if not target.exists() and (old := _find_replaced(target)) is not None:
         os.rename(old, target)
-    _remove(beside(target, "old"))
-    _remove(beside(target, "tmp"))
+    _remove(_beside(target, "old"))
+    _remove(_beside(target, "tmp"))
 
 
 def exchange(first: Path, second: Path) -> bool:
@@ -203,37 +183,37 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """Give a directory the target's name, and take that back where it can't be made durable."""
-    old = None
-    undo: Callable[[], object]
-    if target.exists() and exchange(new, target):
-        undo = lambda: exchange(new, target)  # noqa: E731
-    else:
-        if target.exists():
-            old = beside(target, "old")
-            os.rename(target, old)
-        undo = lambda: os.rename(target, new) if target.exists() else None  # noqa: E731
+    """Give a directory or file the target's name, and take that back where it can't be made durable."""
+    is_exchanged = target.exists() and exchange(new, target)
+    is_moved = target.is_dir() and not is_exchanged
+    old = _beside(target, "old")
+    if is_moved:
+        os.rename(target, old)
     try:
-        if not target.exists():
-            os.rename(new, target)
+        if not is_exchanged:
+            os.replace(new, target)
         sync_path(target.parent)
     except BaseException:
-        undo()
-        if old is not None:
+        if is_exchanged:
+            exchange(new, target)
+        elif target.is_dir():
+            os.rename(target, new)
+        if is_moved:
             os.rename(old, target)
         raise
-    if old is not None:
+    if is_moved:
         _remove(old)
 
 
-def _take_along(target: Path, new: Path) -> None:
-    for entry in target.iterdir() if target.exists() else ():
-        if is_file_of_ours(entry.name):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True)
-        else:
-            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+def _find_replaced(path: Path) -> Path | None:
+    """Find what a save that was cut off between its two renames has left of a missing checkpoint."""
+    old = _beside(Path(os.path.realpath(path)), "old")
+    return old if (old / DOCUMENT).exists() and not old.is_symlink() else None
+
+
+def _beside(target: Path, what: str) -> Path:
+    """Name what is next to a target: its ``lock``, what is being written (``tmp``), what was replaced (``old``)."""
+    return target.with_name(f".{target.name}.{what}")
 
 
 def _remove(path: Path) -> None:
@@ -241,16 +221,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-Mode: TypeAlias = Literal["min", "max"]
-"""Whether a metric is better when it is lower or higher."""
-
-Best: TypeAlias = tuple[str, Mode, int]
-"""A metric, and how many of the best checkpoints by it stay beside the newest."""
-
-_NAME = re.compile(r"step-(\d{8,})")
-_LEFT = re.compile(r"\.(step-\d{8,})\.(tmp|old)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,16 +259,16 @@ def list_saved(directory: Path) -> list[Saved]:
     if not directory.is_dir():
         return []
     paths = {entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)}
-    paths |= {path for path in _left(directory) if find_replaced(path) is not None}
+    paths |= {path for path in list_interrupted(directory) if _find_replaced(path) is not None}
     saved = [one for one in map(_look, paths) if one is not None]
     last_step = max((s.step for s in saved if s.is_readable), default=-1)
     return sorted(saved, key=lambda s: (not s.is_readable and s.step > last_step, s.serial, s.step), reverse=True)
 
 
-def clear_run(directory: Path) -> None:
-    """Clear what killed savers have left; no other may be saving."""
-    for path in _left(directory):
-        clear_leftovers(path)
+def list_interrupted(directory: Path) -> set[Path]:
+    """Name the checkpoints of which a killed saver has left something."""
+    found = [_LEFT.fullmatch(entry.name) for entry in directory.iterdir()]
+    return {directory / match[1] for match in found if match}
 
 
 def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
@@ -318,15 +288,11 @@ def rotate(directory: Path, keep: int, best: Best | None) -> None:
     stay = {s.path for s in readable[:keep]}
     if best is not None:
         stay |= {s.path for s in best_first(readable, *best[:2])[: best[2]]}
-    for old in saved if len(readable) > keep else ():
+    for old in saved if len(readable) >= keep else ():
         if old.path not in stay and is_ours(old.path):
-            remove_directory(old.path)
-
-
-def _left(directory: Path) -> set[Path]:
-    """Name the checkpoints of which a killed saver has left something."""
-    found = [_LEFT.fullmatch(entry.name) for entry in directory.iterdir()]
-    return {directory / match[1] for match in found if match}
+            left = _beside(old.path, "tmp")  # wherever the process dies, it is there as a whole or not at all
+            os.rename(old.path, left)
+            _remove(left)
 
 
 def _look(path: Path) -> Saved | None:
@@ -334,7 +300,7 @@ def _look(path: Path) -> Saved | None:
         return None
     step = int(path.name.removeprefix("step-"))
     try:
-        run: Any = read_document(path if path.exists() else beside(path, "old"))["run"]
+        run: Any = read_document(path if path.exists() else _beside(path, "old"))["run"]
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
         serial = int(run["serial"])
         if serial < 0 or not all(map(math.isfinite, metrics.values())):

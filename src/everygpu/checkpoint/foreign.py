@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.format import cut, damaged, open_regular, read_json, read_safetensors
+from everygpu.checkpoint.format import cut, damaged, opened, read_json, read_safetensors
 from everygpu.checkpoint.parts import Contents, sort_document
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError, CheckpointNotFoundError
 from everygpu.torch_private.distributed import unflatten
@@ -88,11 +88,8 @@ def format_of(path: Path) -> Format:
     """Tell a file's format by its first bytes: names are unreliable, and several formats share ``.bin``."""
     if path.is_dir():
         return "torch.distributed.checkpoint"
-    try:
-        with open_regular(path) as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError as cause:
-        raise damaged(path, f"can't be opened ({cause.strerror or cause})") from cause
+    with opened(path) as file:
+        head = file.read(_HEAD_BYTES)
     if not head:
         raise damaged(path, "is empty")
     # Eight letters of text, taken as a length, are far above any header's. This comes before pickles: headers of
@@ -166,7 +163,7 @@ def read_torch(path: Path) -> Any:
     try:
         if can_map:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as cause:
         raise _explain(path, str(cause)) from cause
@@ -244,7 +241,7 @@ def read_dcp(directory: Path) -> dict[Any, Any]:
     """Read what was passed to ``torch.distributed.checkpoint.save``."""
     path = directory / METADATA
     try:
-        with open_regular(path) as file:
+        with opened(path) as file:
             metadata = _Unpickler(file).load()
         _check(directory, metadata)
         state = _read_values(directory, metadata)

@@ -41,24 +41,23 @@ _THREADS = 4
 _LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
 _MAX_SHOWN = 240
 
-Tensors = Mapping[str, Tensor]
+Files = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by the names of their files, and by their own."""
 _T = TypeVar("_T")
 
 
 def is_ours(path: Path) -> bool:
     """Tell a checkpoint of ours, whole or damaged, by the format that its ``checkpoint.json`` names."""
-    try:
-        with open_regular(path / DOCUMENT) as file:
-            return _HEAD.match(file.read(100)) is not None
-    except OSError:
-        return False
+    with suppress(CheckpointDamagedError), opened(path / DOCUMENT) as file:
+        return _HEAD.match(file.read(100)) is not None
+    return False
 
 
 def is_claimed(path: Path) -> bool:
     """Tell a directory to be read as ours: also one without a readable ``checkpoint.json``, which is an error then."""
     if (path / DOCUMENT).exists():
         return True
-    with suppress(OSError, ValueError), open_regular(path / SUMS) as file:
+    with suppress(CheckpointDamagedError, UnicodeDecodeError), opened(path / SUMS) as file:
         return f"  {DOCUMENT}\n" in file.read(_PIECE_BYTES).decode()
     return False
 
@@ -68,44 +67,54 @@ def is_file_of_ours(name: str) -> bool:
     return name in (DOCUMENT, SUMS) or _TENSOR_FILE.fullmatch(name) is not None
 
 
-def write_files(directory: Path, tensors: Mapping[str, Tensors], document: Mapping[str, Any]) -> None:
-    """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`."""
-    files = files_of(tensors)
-    write_document(directory, files, write_tensors(directory, files), document)
+def files_of(tensors: Files, num_writers: int = 1) -> dict[str, dict[str, Tensor]]:
+    """Deal tensors, by `MODEL` and `TRAINING`, to files of 5 GB at most, or of one tensor; as many as have writers."""
+    total = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+    limit = min(SHARD_BYTES, -(-total // num_writers))
+    files: dict[str, dict[str, Tensor]] = {}
+    for stem, group in tensors.items():
+        shards: list[dict[str, Tensor]] = [{}]
+        num_bytes = 0
+        for name, tensor in group.items():
+            if shards[-1] and num_bytes + tensor.nbytes > limit:
+                shards.append({})
+                num_bytes = 0
+            shards[-1][name] = tensor
+            num_bytes += tensor.nbytes
+        of = f"-of-{len(shards):05d}"
+        files |= {f"{stem}{f'-{i:05d}{of}' if shards[1:] else ''}.safetensors": s for i, s in enumerate(shards, 1)}
+    return files
 
 
-def files_of(tensors: Mapping[str, Tensors], limit: int | None = None) -> dict[str, dict[str, Tensor]]:
-    """Deal tensors to files of so many bytes at most, or of one tensor."""
-    return {
-        file: part
-        for stem, group in tensors.items()
-        for file, part in _shards(stem, group, limit or SHARD_BYTES).items()
-    }
-
-
-def write_tensors(directory: Path, files: Mapping[str, Tensors]) -> dict[str, str]:
+def write_tensors(directory: Path, files: Files) -> dict[str, str]:
     """Write files of tensors, several at a time; return the digest of each."""
     return dict(zip(files, side_by_side([partial(write_safetensors, directory / file, files[file]) for file in files])))
 
 
-def write_document(
-    directory: Path, files: Mapping[str, Tensors], digests: Mapping[str, str], document: Mapping[str, Any]
-) -> None:
+def write_document(directory: Path, files: Files, digests: Mapping[str, str], document: Mapping[str, Any]) -> None:
     """Write what belongs to all files of tensors: their indexes, ``checkpoint.json`` and ``SHA256SUMS``."""
     digests = dict(digests)
+
+    def write_text(name: str, text: str) -> None:
+        (directory / name).write_text(text, encoding="utf-8")
+        sync_path(directory / name)
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()
+
     for stem in (MODEL, TRAINING):
-        if (index := _index(stem, files)) is not None:
-            digests[f"{stem}.safetensors.index.json"] = _write_text(directory / f"{stem}.safetensors.index.json", index)
-    whole = {
-        "format": FORMAT,
-        "version": VERSION,
-        **document,
-        "libraries": _library_versions(),
-        "files": {name: (directory / name).stat().st_size for name in sorted(digests)},
-    }
+        if shards := {file: shard for file, shard in files.items() if file.startswith(f"{stem}-")}:
+            total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+            weight_map = {name: file for file, shard in shards.items() for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}  # as Transformers has it
+            write_text(f"{stem}.safetensors.index.json", json.dumps(index, indent=1))
+    libraries = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            libraries[name] = version(name)
+    sizes = {name: (directory / name).stat().st_size for name in sorted(digests)}
+    whole = {"format": FORMAT, "version": VERSION, **document, "libraries": libraries, "files": sizes}
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in whole.items())
-    digests[DOCUMENT] = _write_text(directory / DOCUMENT, f"{{\n{lines}\n}}\n")
-    _write_text(directory / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
+    write_text(DOCUMENT, f"{{\n{lines}\n}}\n")
+    write_text(SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
 
 
 def read_document(directory: Path) -> dict[str, Any]:
@@ -121,10 +130,10 @@ def read_document(directory: Path) -> dict[str, Any]:
         raise damaged(path, "has no version")
     if number > VERSION:
         raise CheckpointForeignError(f"load: {path} has the format version {number}. Upgrade everygpu to read it.")
-    if not isinstance(files, dict) or not all(_TENSOR_FILE.fullmatch(name) for name in files):
+    if not isinstance(files, dict) or not all(map(_TENSOR_FILE.fullmatch, files)):
         raise damaged(path, "lists files that no checkpoint has")
     for name, num_bytes in files.items():
-        with _opened(directory / name) as file:
+        with opened(directory / name) as file:
             found = os.fstat(file.fileno()).st_size
         if found != num_bytes:
             raise damaged(directory / name, f"has {found} bytes where {cut(num_bytes)} were written")
@@ -135,19 +144,24 @@ def find_altered(
     directory: Path, document: Mapping[str, Any], advance: Callable[[int], object] = lambda num_bytes: None
 ) -> list[CheckpointDamagedError]:
     """Compare every byte of a checkpoint with ``SHA256SUMS``; return what is wrong with each faulty file."""
-    path, wanted = directory / SUMS, {DOCUMENT, *document["files"]}
-    with _opened(path) as file:
+
+    def hash_file(name: str) -> str:
+        digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
+        with opened(directory / name) as file:
+            while count := file.readinto(piece):  # type: ignore[attr-defined]
+                digest.update(piece[:count])
+                advance(count)
+        return digest.hexdigest()
+
+    wanted = {DOCUMENT, *document["files"]}
+    with opened(directory / SUMS) as file:
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     sums = {match[2]: match[1] for line in lines if (match := _SUM.fullmatch(line))}
     if len(sums) != len(lines) or sums.keys() != wanted:
-        return [damaged(path, f"doesn't list one digest of each of {', '.join(sorted(wanted))}")]
-    names = sorted(sums)
-    found = side_by_side([partial(_hash_file, directory / name, advance) for name in names])
-    return [
-        damaged(directory / name, f"was altered: its SHA-256 is not the one in {SUMS}")
-        for name, digest in zip(names, found)
-        if digest != sums[name]
-    ]
+        return [damaged(directory / SUMS, f"doesn't list one digest of each of {', '.join(sorted(wanted))}")]
+    found = zip(sorted(sums), side_by_side([partial(hash_file, name) for name in sorted(sums)]))
+    what = f"was altered: its SHA-256 is not the one in {SUMS}"
+    return [damaged(directory / name, what) for name, digest in found if digest != sums[name]]
 
 
 def read_tensors(directory: Path, document: Mapping[str, Any], stem: str) -> dict[str, Tensor]:
@@ -161,14 +175,14 @@ def read_tensors(directory: Path, document: Mapping[str, Any], stem: str) -> dic
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read one file of tensors, mapped into memory."""
-    try:
-        with open_regular(path):
+    with opened(path):
+        try:
             return load_file(path)
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, RuntimeError) as cause:
-        raise damaged(path, f"is no valid safetensors file ({cause})") from cause
+        except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as cause:
+            raise damaged(path, f"is no valid safetensors file ({cause})") from cause
 
 
-def write_safetensors(path: Path, tensors: Tensors) -> str:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to a file and return its SHA-256, made in a thread of the memory that is being written.
 
     Source:
@@ -208,7 +222,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> str:
 
 def read_json(path: Path) -> Any:
     """Read a file of JSON, or say that it is damaged."""
-    with _opened(path) as file:
+    with opened(path) as file:
         text = file.read()
     try:
         return json.loads(text)
@@ -216,11 +230,16 @@ def read_json(path: Path) -> Any:
         raise damaged(path, f"is no readable JSON ({cause})") from cause
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; in a checkpoint from elsewhere, a pipe may be in its place, which never ends to wait."""
-    if not path.is_file() and path.exists():
-        raise OSError(f"{path} is no regular file")
-    return open(path, "rb")
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of a checkpoint, or say that it is damaged; a pipe in its place would have us wait for ever."""
+    try:
+        if not path.is_file() and path.exists():
+            raise OSError(f"{path} is no regular file")
+        with open(path, "rb") as file:
+            yield file
+    except OSError as cause:
+        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
 
 
 def side_by_side(works: Iterable[Callable[[], _T]]) -> list[_T]:
@@ -262,57 +281,3 @@ def sync_path(path: Path) -> None:
 def _join(thread: Thread) -> None:
     if thread.ident is not None:
         thread.join()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with open_regular(path) as file:
-            yield file
-    except OSError as cause:
-        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
-
-
-def _hash_file(path: Path, advance: Callable[[int], object]) -> str:
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
-    with _opened(path) as file:
-        while count := file.readinto(piece):  # type: ignore[attr-defined]
-            digest.update(piece[:count])
-            advance(count)
-    return digest.hexdigest()
-
-
-def _shards(stem: str, tensors: Tensors, limit: int) -> dict[str, dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and num_bytes + tensor.nbytes > limit:
-            shards.append({})
-            num_bytes = 0
-        shards[-1][name] = tensor
-        num_bytes += tensor.nbytes
-    if len(shards) == 1:
-        return {f"{stem}.safetensors": shards[0]}
-    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
-def _index(stem: str, shards: Mapping[str, Tensors]) -> str | None:
-    """Write the index of shards as Transformers does; None where there is one file."""
-    own = {file: shard for file, shard in shards.items() if file.startswith(f"{stem}-")}
-    total = sum(tensor.nbytes for shard in own.values() for tensor in shard.values())
-    weight_map = {name: file for file, shard in own.items() for name in shard}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) if own else None
-
-
-def _write_text(path: Path, text: str) -> str:
-    path.write_text(text, encoding="utf-8")
-    sync_path(path)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _library_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions

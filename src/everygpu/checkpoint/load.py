@@ -22,10 +22,9 @@ from everygpu.checkpoint.format import (
     read_document,
     read_tensors,
 )
-from everygpu.checkpoint.modules import Fit, check_module
-from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
+from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, is_version
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.states import check_targets, detach, plan_parts
+from everygpu.checkpoint.states import Fit, check_targets, detach, plan_parts
 from everygpu.checkpoint.values import decode
 from everygpu.errors import (
     CheckpointDamagedError,
@@ -221,7 +220,11 @@ def decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
     if kind not in get_args(Kind):
         raise ValueError(f"unknown kind {kind!r}")
     if kind == "module":
-        check_module(state)
+        for names in (state["values"], state["versions"]):
+            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+                raise TypeError("a module's values and versions must be dicts with names")
+        if not all(map(is_version, state["versions"].values())):
+            raise TypeError("a version must be a dict with a whole number")
     class_name, parameters = part.get("class"), part.get("parameters")
     if not isinstance(class_name, str | None) or not isinstance(parameters, list | None):
         raise TypeError(f"class and parameters must be names, got {class_name!r} and {parameters!r}")

@@ -11,22 +11,30 @@ from typing import Any, get_args
 from torch import Tensor
 
 from everygpu.checkpoint.background import Background, SnapshotMemory, Taken
-from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_together
 from everygpu.checkpoint.directory import (
     Mode,
     as_path,
     best_first,
-    clear_run,
+    clear_leftovers,
     hold_lock,
+    list_interrupted,
     list_saved,
     must_be_writable,
-    remove_directory,
     rotate,
     step_path,
 )
-from everygpu.checkpoint.format import cut, is_claimed, is_ours
+from everygpu.checkpoint.format import cut, is_claimed
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.save import OneWriter, one_writer, take, wait_for_devices, write_checkpoint
+from everygpu.checkpoint.save import (
+    is_spread,
+    next_key,
+    take,
+    wait_for_devices,
+    wait_for_main,
+    write_checkpoint,
+    write_once,
+    write_together,
+)
 from everygpu.checkpoint.states import check_targets
 from everygpu.checkpoint.stop import stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
@@ -206,7 +214,7 @@ class CheckpointManager:
         self._background.wait()
         key, self._written_by_rank_0 = self._written_by_rank_0, None
         if key is not None:
-            one_writer().wait(key)
+            wait_for_main(key)
 
     def close(self) -> None:
         """Save the last step if it was not due, wait, and give the memory for snapshots back.
@@ -256,30 +264,25 @@ class CheckpointManager:
     def _save(self, step: int, given: Mapping[str, Any]) -> None:
         metrics = self._take_metrics(given)
         self._not_saved = self._written_by_rank_0 = None
-        ranks = one_writer()
         name = f"save step {step} to {self._name}"
-        begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
-        if is_spread(self._objects):
-            ranks.write(begun, self._require_resumed)
-            self._write_together(ranks, step, metrics, written)
+        begun, written = next_key(name), next_key(f"{name} in the background")
+        if is_spread(self._objects):  # all ranks write
+            write_once(begun, self._require_resumed)
+            self._background.wait()
+            dealt = take(self._objects, written)
+            start = self._background.start if self.asynchronous else self._background.run
+            start(lambda: write_together(dealt, lambda: self._write(dealt, step, metrics)))
+            self._is_resumed = True
             return
-        ranks.write(begun, lambda: self._begin(step, metrics, written))
+        write_once(begun, lambda: self._begin(step, metrics, written))
         self._written_by_rank_0 = None if is_main() or not self.asynchronous else written
-
-    def _write_together(self, ranks: OneWriter, step: int, metrics: dict[str, float], key: str) -> None:
-        """Save what is shared out over ranks: all write."""
-        self._background.wait()
-        dealt = deal(take(self._objects), key)
-        start = self._background.start if self.asynchronous else self._background.run
-        start(lambda: write_together(ranks, dealt, lambda: self._write(dealt, step, metrics)))
-        self._is_resumed = True
 
     def _begin(self, step: int, metrics: dict[str, float], written: str) -> None:
         self._require_resumed()
         self._background.wait()
         if self.asynchronous:
             write = self._copy(step, metrics)
-            self._background.start(lambda: one_writer().write(written, write))
+            self._background.start(lambda: write_once(written, write))
         else:
             taken = take(self._objects)
             wait_for_devices(taken)
@@ -331,7 +334,7 @@ class CheckpointManager:
 
         return write
 
-    def _write(self, taken: Taken | Dealt, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
         if is_claimed(self.directory):
             raise CheckpointForeignError(
                 f"save: {self._name} is a checkpoint itself, and a run has a directory for several. Choose another "
@@ -340,16 +343,14 @@ class CheckpointManager:
         with must_be_writable(self.directory, "save"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with hold_lock(self.directory / ".lock"):
-                clear_run(self.directory)
-                saved = list_saved(self.directory)
-                path = step_path(self.directory, step)
-                serial = max((s.serial for s in saved), default=-1) + 1
-                write_checkpoint(path, taken, {"step": step, "serial": serial, "metrics": metrics})
-                for other in saved if self._is_clearing else ():
-                    if other.path != path and is_ours(other.path):
-                        remove_directory(other.path)
+                for left in list_interrupted(self.directory):
+                    clear_leftovers(left)
+                serial = max((s.serial for s in list_saved(self.directory)), default=-1) + 1
+                run = {"step": step, "serial": serial, "metrics": metrics}
+                write_checkpoint(step_path(self.directory, step), taken, run)
+                keep, best = (1, None) if self._is_clearing else (self.keep, self._best)
+                rotate(self.directory, keep, best)
                 self._is_clearing = False
-                rotate(self.directory, self.keep, self._best)
 
 
 def _number(metric: str, value: Any) -> float:

@@ -1,4 +1,7 @@
-"""Write a checkpoint."""
+"""Write a checkpoint, of one process or of all ranks.
+
+A model that is shared out over ranks makes a directory like any other: tensors are dealt to files, and files to ranks.
+"""
 
 import json
 import os
@@ -14,14 +17,14 @@ from torch import Tensor
 
 from everygpu import errors
 from everygpu.checkpoint.background import Background, Taken
-from everygpu.checkpoint.by_ranks import Dealt, deal, is_spread, write_taken, write_together
-from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
-from everygpu.checkpoint.format import MODEL, TRAINING
+from everygpu.checkpoint.directory import as_path, must_be_writable, replacing, resolve_target
+from everygpu.checkpoint.format import MODEL, TRAINING, Files, files_of, write_document, write_tensors
 from everygpu.checkpoint.rng import take_rng_states
-from everygpu.checkpoint.states import check_parts, encode_parts
+from everygpu.checkpoint.states import check_parts, encode_parts, has_shards
 from everygpu.checkpoint.values import encode
-from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError
-from everygpu.ranks.group import joined
+from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
+from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+from everygpu.ranks.group import join, joined
 from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verify"})
@@ -29,6 +32,9 @@ LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verif
 
 BEGIN_S = 600.0
 """How long other ranks wait for rank 0 to begin to write, as NCCL's collectives wait for a rank that is late."""
+
+MEET_S = 600.0
+"""How long ranks wait for one that doesn't save, as NCCL's collectives would."""
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
@@ -98,18 +104,30 @@ def save(
         wait_for_devices(taken)
         Background().run(lambda: write_checkpoint(where, taken))
 
-    ranks = one_writer()
-    key = ranks.next_key(f"save to {where}")
+    key = next_key(f"save to {where}")
     if is_spread(parts):
-        dealt = deal(take(parts), key)
-        Background().run(lambda: write_together(ranks, dealt, lambda: write_checkpoint(where, dealt)))
+        dealt = take(parts, key)
+        Background().run(lambda: write_together(dealt, lambda: write_checkpoint(where, dealt)))
     else:
-        ranks.write(key, work)
+        write_once(key, work)
     return where
 
 
-def take(parts: Mapping[str, object]) -> Taken:
-    """Take the states of objects and of the random generators, without copying tensors."""
+def is_spread(parts: Mapping[str, object]) -> bool:
+    """Tell whether a model or an optimizer among the parts has tensors of which other ranks have the other rows."""
+    return any(map(has_shards, parts.values())) and join() is not None
+
+
+def take(parts: Mapping[str, object], dealt_as: str | None = None) -> Taken:
+    """Take the states of objects and of the random generators, without copying tensors.
+
+    Args:
+        parts: What is saved, by name.
+        dealt_as: The key of this save, where the parts are shared out over ranks: all ranks call it, each for the files
+            that it writes.
+    Raises:
+        CheckpointContentError: a part has no place in a checkpoint.
+    """
     check_parts(parts, "save")
     if reserved := LOAD_OPTIONS & parts.keys():
         raise CheckpointContentError(
@@ -118,71 +136,134 @@ def take(parts: Mapping[str, object]) -> Taken:
     tensors: dict[str, dict[str, Tensor]] = {MODEL: {}, TRAINING: {}}
     encoded = encode_parts(parts, tensors)
     document = {"parts": encoded, "rng": encode(take_rng_states(), "rng", {})}
-    return Taken(document=document, tensors={stem: group for stem, group in tensors.items() if group})
+    tensors = {stem: group for stem, group in tensors.items() if group}
+    if dealt_as is not None:
+        return _deal(document, tensors, dealt_as)
+    spread = next((name for group in tensors.values() for name, t in group.items() if is_shard(t)), None)
+    if spread is not None:
+        raise CheckpointContentError(
+            f"save: {spread} is shared out over ranks. Pass the model or the optimizer that it is of, too: model=model."
+        )
+    return Taken(document=document, files=files_of(tensors))
+
+
+def _deal(document: Mapping[str, Any], tensors: Files, key: str) -> Taken:
+    """Put tensors together one at a time, each in the memory of the rank that writes it; all ranks call it.
+
+    From then on ranks leave each other notes, and need no collective: they may write while training goes on.
+    """
+    group = join()
+    if group is None:
+        raise RankError("save: the process group has ended, and tensors are shared out over its ranks. Save before.")
+    group.leave_note(f"{key}: rank {group.rank}", "")
+    for rank in range(group.size):  # before the first collective, which a rank that isn't coming would have stand still
+        try:
+            group.read_note(f"{key}: rank {rank}", MEET_S)
+        except RankError as cause:
+            raise RankError(
+                f"save: the model is shared out over ranks, and rank {rank} hasn't come to save its part in "
+                f"{MEET_S:g} s. Call save on all ranks, not under is_main()."
+            ) from cause
+    # Those that every rank has come first, to stand in files of rank 0.
+    ordered = {stem: dict(sorted(part.items(), key=lambda named: is_shard(named[1]))) for stem, part in tensors.items()}
+    files = files_of(ordered, group.size)
+    for i, part in enumerate(files.values()):
+        is_mine = group.rank == (i % group.size if all(map(is_shard, part.values())) else 0)
+        for name, t in part.items():
+            whole = whole_of(t) if is_shard(t) else t.detach()
+            part[name] = whole.to("cpu", copy=True) if is_mine else torch.empty_like(whole, device="meta")
+    return Taken(document=document, files=files, group=group, key=key)
 
 
 def wait_for_devices(taken: Taken) -> None:
     """Wait until GPUs have computed the tensors: another thread reads them on other streams than the caller's."""
-    for device in {t.device for tensors in taken.tensors.values() for t in tensors.values() if t.is_cuda}:
+    for device in {t.device for tensors in taken.files.values() for t in tensors.values() if t.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_checkpoint(path: Path, taken: Taken | Dealt, run: Mapping[str, Any] | None = None) -> Path:
+def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = None) -> Path:
     """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager
-    with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
-        write_taken(directory, taken, document)
+    with must_be_writable(path, "save"), replacing(resolve_target(path), is_locked=is_locked) as directory:
+        if (group := taken.group) is not None:
+            group.leave_note(f"{taken.key}: directory", str(directory))
+        digests = write_tensors(directory, _own_files(taken))
+        if group is not None:
+            for rank in range(1, group.size):
+                found = json.loads(group.read_note(f"{taken.key}: files of rank {rank}"))
+                if "problem" in found:
+                    raise CheckpointError(f"save: rank {rank} couldn't write its files: {found['problem']}")
+                digests |= found
+        write_document(directory, taken.files, digests, document)
     return path
 
 
-class OneWriter:
-    """Under ranks: rank 0 writes, and the others wait until it has, by a key and a count of each piece of work.
-
-    They read a note that rank 0 leaves, instead of meeting it in a collective: a save that only rank 0 calls, as in
-    ``if rank == 0``, waits for nothing. Without a group that has been joined, there is no way to wait.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def next_key(self, name: str) -> str:
-        """Name the next piece of work of a name, as "save to runs/last"; the same on all ranks."""
-        self._counts[name] += 1
-        return f"{name}, number {self._counts[name]}"
-
-    def write(self, key: str, work: Callable[[], object]) -> None:
-        """Do the work on rank 0, and wait for it on the others."""
-        if not is_main():
-            self.wait(key)
-            return
-        _leave(f"begin to {key}", None)
+def write_together(taken: Taken, write: Callable[[], object]) -> None:
+    """Write a checkpoint on all ranks: rank 0 calls ``write``, and is waited for; what it raises, all raise."""
+    group, note = taken.group, f"{taken.key}: files of rank "
+    if group is not None and group.rank != 0:
+        directory = group.find_first_note(f"{taken.key}: directory", taken.key)
         try:
-            work()
+            if directory is not None and not Path(directory).is_dir():
+                raise CheckpointError(f"save: {directory} must be on a file system that all ranks share, not rank 0's.")
+            if directory is not None:  # else rank 0 has failed before
+                digests = write_tensors(Path(directory), _own_files(taken))
+                group.leave_note(f"{note}{group.rank}", json.dumps(digests))
         except BaseException as error:
-            _leave(key, {"kind": type(error).__name__, "message": str(error)})
-            raise
-        _leave(key, None)
+            group.leave_note(f"{note}{group.rank}", json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+            if group.find_note(taken.key) is None:  # else rank 0 has failed, and removed the directory
+                raise
+    write_once(taken.key, write)
 
-    def wait(self, key: str) -> None:
-        """Wait until rank 0 has done the work, and raise what it has raised."""
-        group = joined()
-        if group is None:
-            return
-        group.read_note(f"begin to {key}", BEGIN_S)
-        found = json.loads(group.read_note(key))
-        if found is None:
-            return
-        kind = getattr(errors, found["kind"], None)
-        if isinstance(kind, type) and issubclass(kind, EveryGPUError):
-            raise kind(found["message"])
-        raise CheckpointError(f"save: rank 0 must be able to write, got {found['kind']} there: {found['message']}")
+
+def _own_files(taken: Taken) -> Files:
+    return {file: part for file, part in taken.files.items() if not any(t.is_meta for t in part.values())}
+
+
+# Under ranks: rank 0 writes, and the others wait until it has, by a key and a count of each piece of work. They read a
+# note that rank 0 leaves, instead of meeting it in a collective: a save that only rank 0 calls, as in ``if rank == 0``,
+# waits for nothing. Without a group that has been joined, there is no way to wait.
 
 
 @cache
-def one_writer() -> OneWriter:
-    """Return that of this process."""
-    return OneWriter()
+def _counts() -> Counter[str]:
+    return Counter()
+
+
+def next_key(name: str) -> str:
+    """Name the next piece of work of a name, as "save to runs/last"; the same on all ranks."""
+    _counts()[name] += 1
+    return f"{name}, number {_counts()[name]}"
+
+
+def write_once(key: str, work: Callable[[], object]) -> None:
+    """Do the work on rank 0, and wait for it on the others."""
+    if not is_main():
+        wait_for_main(key)
+        return
+    _leave(f"begin to {key}", None)
+    try:
+        work()
+    except BaseException as error:
+        _leave(key, {"kind": type(error).__name__, "message": str(error)})
+        raise
+    _leave(key, None)
+
+
+def wait_for_main(key: str) -> None:
+    """Wait until rank 0 has done the work, and raise what it has raised."""
+    group = joined()
+    if group is None:
+        return
+    group.read_note(f"begin to {key}", BEGIN_S)
+    found = json.loads(group.read_note(key))
+    if found is None:
+        return
+    kind = getattr(errors, found["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, EveryGPUError):
+        raise kind(found["message"])
+    raise CheckpointError(f"save: rank 0 must be able to write, got {found['kind']} there: {found['message']}")
 
 
 def _leave(key: str, outcome: object) -> None:

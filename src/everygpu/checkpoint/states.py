@@ -2,26 +2,37 @@
 
 Putting back is planned first and done later: planning checks everything that can be checked and changes
 nothing, so that a load either changes all its targets or none.
+
+A module's state goes by name, without what wrappers put in front: ``torch.compile`` adds ``_orig_mod.``, DataParallel
+and DistributedDataParallel add ``module.``. They are removed where the wrapper that adds them is found, at the top or
+inside, so that a user's own submodule called ``module`` keeps its name.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from everygpu.checkpoint.by_ranks import has_shards, take_rows
+from everygpu import keys
 from everygpu.checkpoint.format import MODEL, TRAINING, cut
-from everygpu.checkpoint.modules import Fit, clean_names, module_state, plan_module, unwrap
-from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, find_state
-from everygpu.checkpoint.values import Json, encode
+from everygpu.checkpoint.parts import EXTRA_STATE, KNOWN, Contents, Kind, Part, find_state
+from everygpu.checkpoint.values import Json, encode, identity
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
+from everygpu.keys import bare_key, match_names
+from everygpu.parallel.fully_sharded.shards import is_shard, part_like, take_parts
+from everygpu.torch_private.modules import NormBase
 from everygpu.tree import map_leaves
+
+logger = logging.getLogger("everygpu")
 
 Restore: TypeAlias = Callable[[], object]
 
@@ -32,6 +43,19 @@ _LATER = frozenset({"maximize", "foreach", "capturable", "differentiable", "fuse
 """Settings of optimizers that some versions of torch lack."""
 _BY_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 """Of an optimizer's state: tensors of the parameter's shape."""
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How exactly a module must be the one that was saved."""
+
+    strict: bool = True
+    """Whether names that only one of them has are an error."""
+    prefix: str = ""
+    """Only saved names that begin with it are loaded, without it."""
+    ignore_mismatched: bool = False
+    """Whether tensors of another shape are left out, instead of being an error."""
 
 
 def kind_of(value: object) -> Kind:
@@ -68,6 +92,14 @@ def check_targets(targets: Mapping[str, object]) -> None:
             )
 
 
+def has_shards(part: Any) -> bool:
+    """Tell a model or an optimizer with tensors of which other ranks have the other rows."""
+    if isinstance(part, nn.Module):  # by the class: some parameters may be whole right now
+        return any(kind.__name__ == "FSDPModule" for module in part.modules() for kind in type(module).__mro__)
+    groups: Any = getattr(part, "param_groups", None)
+    return isinstance(groups, list) and any(is_shard(p) for group in groups for p in group["params"])
+
+
 def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Tensor]]) -> Json:
     """Turn the states of all parts into JSON, putting their tensors aside under `MODEL` and `TRAINING`."""
     names: dict[int, str] = {}
@@ -83,7 +115,7 @@ def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Te
         if kind == "state_dict" and isinstance(groups, list) and _group_sizes(groups) is not None:
             part["parameters"] = [[names.get(id(p)) for p in group["params"]] for group in groups]
         if kind == "module":  # a model's tensors are stored under the very names it has for them
-            state, path = module_state(unwrap(cast(nn.Module, value))), "" if name == "model" else name
+            state, path = _module_state(unwrap(cast(nn.Module, value))), "" if name == "model" else name
             part["state"] = {about: encode(entries, path, group) for about, entries in state.items()}
         else:
             of = cast(Any, value)
@@ -100,10 +132,9 @@ def plan_parts(contents: Contents, targets: Mapping[str, Any], fit: Fit) -> list
     own_names: dict[str, str] = {}
     for name, target in modules.items():
         model, state = unwrap(target), _require_part(contents, name, target).state
-        restore, pairs = plan_module(model, name, state, fit if name == "model" else Fit(strict=fit.strict))
+        restore, pairs = _plan_module(model, name, state, fit if name == "model" else Fit(strict=fit.strict))
         restores.append(restore)
-        clean = clean_names(model, model.state_dict())
-        own_names |= {_qualified(name, there): _qualified(name, clean[here]) for there, here in pairs.items()}
+        own_names |= {_qualified(name, there): _qualified(name, here) for there, here in pairs.items()}
     parameters = _parameters(targets)
     named = {there: parameters[here] for there, here in own_names.items() if here in parameters}
     # What is checked least is restored first, the model last.
@@ -127,22 +158,6 @@ def detach(value: Any) -> Any:
     return map_leaves(copy, value)
 
 
-def class_name(value: object) -> str | None:
-    """Name an optimizer's or a scheduler's class, by which its state is known; None for any other object.
-
-    A wrapper counts as the optimizer inside, a subclass of one of torch's classes as that class.
-    """
-    if not isinstance(value, Optimizer | LRScheduler):
-        return None
-    found = (getattr(value, name, None) for name in _INNER if isinstance(value, Optimizer))
-    inner = next((one for one in found if isinstance(one, Optimizer) and one is not value), None)
-    if inner is not None:
-        return class_name(inner)
-    kinds = (k for k in type(value).__mro__ if k.__module__.startswith("torch.optim.") and k.__name__ not in _BASES)
-    kind = next(kinds, type(value))
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _require_part(contents: Contents, name: str, target: object) -> Part:
     """Return a part that is asked for, of the kind that its target takes; copied, except for modules' tensors."""
     place = contents.parts if name in KNOWN else contents.extras
@@ -161,6 +176,217 @@ def _require_part(contents: Contents, name: str, target: object) -> Part:
             f"{type(target).__qualname__} can't take. Leave it out to get the saved value back in load's result."
         )
     return part if kind == "module" or has_shards(target) else replace(part, state=detach(part.state))
+
+
+# Modules, by name.
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's module where everygpu.DataParallel wraps it: that is whose state it gives."""
+    return keys.unwrap(model) if getattr(type(model), "wraps_a_module", False) else model
+
+
+def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Map each name in a module's state to the name it is stored under, without wrappers' prefixes; all different."""
+    paths = dict(_clean_paths(model))
+
+    def clean(name: str) -> str:
+        head = name[: name.rfind(".") + 1]
+        while head not in paths:
+            head = head[: head[:-1].rfind(".") + 1]
+        return paths[head] + name[len(head) :]
+
+    cleaned = {name: clean(name) for name in names}
+    # A wrapper with state of its own may share a name with the module inside.
+    return cleaned if len(set(cleaned.values())) == len(cleaned) else {name: name for name in names}
+
+
+def find_prefix(names: Iterable[str], expected: Collection[str]) -> str:
+    """Find the prefix under which there are more than half of the expected names, as Lightning's ``model.``.
+
+    Segments of wrappers count for nothing. Empty where the names fit at least as well without.
+    """
+    wanted = {bare_key(name) for name in expected}
+    bare = [bare_key(name) for name in names]
+    starts = ((name, [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]) for name in bare)
+    fits = Counter(name[:i] for name, where in starts for i in where if name[i:] in wanted)
+    best = max(fits.values(), default=0)
+    if 2 * best <= len(wanted) or fits[""] == best:
+        return ""
+    first, *others = sorted(prefix for prefix, count in fits.items() if count == best)
+    if others:
+        raise CheckpointMismatchError(
+            f"load: The model's names stand under more than one prefix: {', '.join([first, *others])}, with {best} "
+            f"names each. Choose one prefix, for instance prefix={first!r}."
+        )
+    return first
+
+
+def strip_prefix(name: str, prefix: str) -> str:
+    """Take a prefix and the segments of wrappers off a name that has the prefix; leave others alone."""
+    bare = bare_key(name)
+    return bare.removeprefix(prefix) if prefix and bare.startswith(prefix) else name
+
+
+def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str, Any]:
+    """Give every entry another name, all different and none empty."""
+    renamed: dict[str, Any] = {}
+    for name, value in state.items():
+        new = new_name(name)
+        if not new or new in renamed:
+            raise CheckpointMismatchError(
+                f"load: {name} would become {new!r} without its prefix, "
+                f"which {'another has' if new else 'is no name'}. Choose another prefix."
+            )
+        renamed[new] = value
+    return renamed
+
+
+def _clean_paths(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what stands before the names of each module inside, and that without wrappers."""
+    module = unwrap(module)
+    inner = keys.wrapped_child(module)
+    yield raw, clean
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _clean_paths(child, f"{raw}{name}.", clean if name == inner else f"{clean}{name}.")
+
+
+def _paths_of_versions(model: nn.Module, state: Any) -> dict[str, str]:
+    """Map the path of each module that has a version to the one without wrappers."""
+    known = dict(_clean_paths(model))
+    versions = getattr(state, "_metadata", {})
+    return {path: known.get(f"{path}." if path else "", f"{path}.").rstrip(".") for path in versions}
+
+
+def _module_state(model: nn.Module) -> dict[str, Any]:
+    """Return a module's values by name and the versions of its parts, without prefixes of wrappers."""
+    state = model.state_dict()
+    names, paths = clean_names(model, state), _paths_of_versions(model, state)
+    return {
+        "values": {names[name]: value for name, value in state.items()},
+        # Modules read their own version from here to understand old states (BatchNorm, for one).
+        "versions": {clean: dict(state._metadata[path]) for path, clean in paths.items()},  # type: ignore[attr-defined]
+    }
+
+
+def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Restore, dict[str, str]]:
+    """Check that a state fits a module; return what changes the module, and its clean names by the saved ones."""
+    values, own = state["values"], model.state_dict()
+    chosen = [name for name in values if name.startswith(fit.prefix)]
+    if values and not chosen:
+        raise CheckpointMismatchError(
+            f"load: No name in the checkpoint begins with the prefix {fit.prefix!r}; they are "
+            f"{', '.join(list(values)[:3])}, … Pass what stands before the names of the part to load."
+        )
+    prefix = fit.prefix or find_prefix(chosen, own)
+    strip = (lambda name: name.removeprefix(prefix)) if fit.prefix else (lambda name: strip_prefix(name, prefix))
+    saved = rename({name: name for name in chosen}, strip)
+    saved |= _tied_names(saved, own)
+    own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
+    matched = match_names(saved, own_names)
+    pairs = {there: own_names[here] for there, here in matched.items()}
+    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
+    found = {bare_key(path): version for path, version in state["versions"].items()} | dict(state["versions"])
+    versions: OrderedDict[str, dict[str, Any]] = OrderedDict()
+    for path, clean in _paths_of_versions(model, own).items():
+        there = f"{prefix}{clean}".rstrip(".")
+        if (version := found.get(there, found.get(bare_key(there)))) is not None:
+            versions[path] = dict(version)
+    left_out = _check_fit(
+        part,
+        {there: _difference(there, values[saved[there]], own[here]) for there, here in pairs.items()},
+        sorted(own.keys() - pairs.values() - _made_by_torch(model, versions, set(pairs.values()))),
+        sorted(saved.keys() - pairs.keys()),
+        fit,
+    )
+    loaded: OrderedDict[str, Any] = OrderedDict()
+    for new, there in saved.items():
+        if new not in left_out:  # a module copies tensors into its own, and keeps extra state as it is given
+            is_copied = isinstance(values[there], Tensor) and not new.endswith(EXTRA_STATE)
+            loaded[pairs.get(new, new)] = values[there] if is_copied else detach(values[there])
+    # torch reads the versions from this attribute: Module.load_state_dict.
+    loaded._metadata = versions  # type: ignore[attr-defined]
+
+    def restore() -> None:
+        take_parts(loaded, own)
+        model.load_state_dict(loaded, strict=fit.strict and not left_out)
+
+    return restore, {saved[new]: here for new, here in matched.items()}
+
+
+def _tied_names(saved: Mapping[str, str], own: Mapping[str, Any]) -> dict[str, str]:
+    """Find the saved tensors of tied names that are missing: files of Transformers and Accelerate keep one of them."""
+    known = {bare_key(name): there for name, there in saved.items()}
+    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and not is_lazy(tensor)}
+    found = {identity(t): known[bare_key(name)] for name, t in tensors.items() if t.numel() and bare_key(name) in known}
+    missing = [(name, identity(tensor)) for name, tensor in tensors.items() if bare_key(name) not in known]
+    return {name: found[tensor] for name, tensor in missing if tensor in found}
+
+
+def _made_by_torch(model: nn.Module, versions: Mapping[str, Any], found: Set[str]) -> set[str]:
+    """Name the counters that BatchNorm's states of before its version 2 lack, in PyTorch 0.4.0: it keeps its own."""
+    norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, NormBase)]
+    old = [path for path in norms if (versions.get(path, {}).get("version") or 1) < 2]
+    stems = [f"{path}.".lstrip(".") for path in old]
+    return {f"{stem}num_batches_tracked" for stem in stems if f"{stem}running_mean" in found}
+
+
+def _difference(name: str, saved: object, own: object) -> str | None:
+    if not isinstance(own, Tensor) or is_lazy(own) or name.endswith(EXTRA_STATE):
+        return None
+    if not isinstance(saved, Tensor):
+        return f"a {type(saved).__name__} in the checkpoint, a tensor in the target"
+    if saved.shape != own.shape:
+        return f"{tuple(saved.shape)} in the checkpoint, {tuple(own.shape)} in the target"
+    if saved.is_complex() and not own.is_complex():
+        return f"{saved.dtype} in the checkpoint, {own.dtype} in the target"
+    return None
+
+
+def _check_fit(
+    part: str, differences: Mapping[str, str | None], missing: list[str], unknown: list[str], fit: Fit
+) -> Set[str]:
+    """Refuse names and shapes that differ more than they may; return the names that are to be left out."""
+    shapes = [f"{name}: {what}" for name, what in differences.items() if what is not None]
+    missing, unknown = (missing, unknown) if fit.strict else ([], [])
+    refused = [] if fit.ignore_mismatched else shapes
+    if missing or unknown or refused:
+        advice = " ignore_mismatched=True leaves those of another shape out." if refused else ""
+        advice += " strict=False loads the names that both have." if missing or unknown else ""
+        raise CheckpointMismatchError(
+            f"load: {part} has other names and shapes than the checkpoint: {len(missing)} missing, {len(unknown)} "
+            f"unknown and {len(refused)} of another shape. Nothing was loaded.{advice}"
+            f"{_listed('missing in the checkpoint', missing)}{_listed('unknown to the target', unknown)}"
+            f"{_listed('of another shape', refused)}"
+        )
+    if shapes:
+        logger.warning("load: Tensors of %s keep their values%s", part, _listed("of another shape", shapes))
+    return {name for name, what in differences.items() if what is not None}
+
+
+def _listed(title: str, lines: list[str]) -> str:
+    more = [f"… and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return "".join(f"\n  {line}" for line in [f"{title} ({len(lines)}):", *lines[:_MAX_LISTED], *more]) if lines else ""
+
+
+# Optimizers, schedulers, generators.
+
+
+def class_name(value: object) -> str | None:
+    """Name an optimizer's or a scheduler's class, by which its state is known; None for any other object.
+
+    A wrapper counts as the optimizer inside, a subclass of one of torch's classes as that class.
+    """
+    if not isinstance(value, Optimizer | LRScheduler):
+        return None
+    found = (getattr(value, name, None) for name in _INNER if isinstance(value, Optimizer))
+    inner = next((one for one in found if isinstance(one, Optimizer) and one is not value), None)
+    if inner is not None:
+        return class_name(inner)
+    kinds = (k for k in type(value).__mro__ if k.__module__.startswith("torch.optim.") and k.__name__ not in _BASES)
+    kind = next(kinds, type(value))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _plan(name: str, target: Any, part: Part, named: Mapping[str, Tensor]) -> Restore:
@@ -182,11 +408,23 @@ def _plan(name: str, target: Any, part: Part, named: Mapping[str, Tensor]) -> Re
             )
     _check_class(target, name, part.class_name, state)
     if is_optimizer:
-        state = _in_own_order(target, name, part, named)
-        _check_shapes(target, name, state)
-        if has_shards(target):
-            state = take_rows(target, state)
+        state = _take_own(target, name, _in_own_order(target, name, part, named))
     return lambda: target.load_state_dict(state)
+
+
+def _check_class(target: Any, name: str, saved: str | None, state: Any) -> None:
+    """Refuse the state of another class; where the file names none, of an optimizer with other settings."""
+    own, what = class_name(target), None
+    if own is not None and saved is not None:
+        what = saved if saved.rpartition(".")[2] != own.rpartition(".")[2] else None  # it may be in another module now
+    elif isinstance(target, Optimizer) and state["param_groups"]:
+        lacking = sorted(target.defaults.keys() - state["param_groups"][0].keys() - _LATER)
+        what = f"another class, without {', '.join(lacking)}" if lacking else None
+    if what is not None:
+        raise CheckpointMismatchError(
+            f"load: {name} is of {own}, and the saved state of {what}. Nothing was loaded; make one of that class, or "
+            f"leave {name} out."
+        )
 
 
 def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor]) -> Any:
@@ -214,33 +452,25 @@ def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor
     return {**part.state, "param_groups": groups}
 
 
-def _check_class(target: Any, name: str, saved: str | None, state: Any) -> None:
-    """Refuse the state of another class; where the file names none, of an optimizer with other settings."""
-    own, what = class_name(target), None
-    if own is not None and saved is not None:
-        what = saved if saved.rpartition(".")[2] != own.rpartition(".")[2] else None  # it may be in another module now
-    elif isinstance(target, Optimizer) and state["param_groups"]:
-        lacking = sorted(target.defaults.keys() - state["param_groups"][0].keys() - _LATER)
-        what = f"another class, without {', '.join(lacking)}" if lacking else None
-    if what is not None:
-        raise CheckpointMismatchError(
-            f"load: {name} is of {own}, and the saved state of {what}. Nothing was loaded; make one of that class, or "
-            f"leave {name} out."
-        )
-
-
-def _check_shapes(target: Any, name: str, state: Any) -> None:
-    """Refuse moments that are of another parameter."""
+def _take_own(target: Any, name: str, state: Any) -> Any:
+    """Refuse moments that are of another parameter; of those that are shared out, keep this rank's rows."""
+    has_rows = has_shards(target)
+    found = dict(state["state"]) if has_rows else {}
     for group, own in zip(state["param_groups"], target.param_groups):
-        for key, parameter in zip(group["params"], own["params"]):
+        for key, p in zip(group["params"], own["params"]):
             about = state.get("state", {}).get(key)
-            for what in _BY_SHAPE if isinstance(about, Mapping) else ():
-                tensor = about.get(what)
-                if isinstance(tensor, Tensor) and tensor.shape != parameter.shape:
+            if not isinstance(about, Mapping):
+                continue
+            for what in _BY_SHAPE:
+                if isinstance(tensor := about.get(what), Tensor) and tensor.shape != p.shape:
                     raise CheckpointMismatchError(
-                        f"load: {name} has a parameter of shape {tuple(parameter.shape)} where the saved {what} is "
+                        f"load: {name} has a parameter of shape {tuple(p.shape)} where the saved {what} is "
                         f"{tuple(tensor.shape)}. Nothing was loaded; make it with the same parameters, in order."
                     )
+            if has_rows:
+                is_part = {k: isinstance(v, Tensor) and is_shard(p) and v.shape == p.shape for k, v in about.items()}
+                found[key] = {k: part_like(v, p) if is_part[k] else detach(v) for k, v in about.items()}
+    return {**state, "state": found} if has_rows else state
 
 
 def _parameters(parts: Mapping[str, object]) -> dict[str, Tensor]:

@@ -25,12 +25,15 @@ from everygpu.ranks.group import joined
 
 logger = logging.getLogger("everygpu")
 
-STOPPING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""Windows has no SIGUSR1."""
 AGAIN_S = 0.5
 """The same signal within this time is the same request: a launcher passes on what every process of a job gets."""
 PRESS_S, TWICE_S = 0.2, 2.0
 """Ctrl-C that comes twice between these times has been pressed twice."""
+_DEFAULTS: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    getattr(signal, "SIGUSR1", signal.SIGTERM): signal.SIG_DFL,  # which Windows lacks
+    signal.SIGINT: signal.default_int_handler,
+}
 
 
 class Stop:
@@ -51,7 +54,7 @@ class Stop:
                 self.__init__()  # type: ignore[misc]
             finalize(user, self._restore).atexit = False  # before it is added: it is then called after it was taken out
             self._users.add(user)
-            for number in filter(_is_free, (*STOPPING, signal.SIGINT)):
+            for number in filter(_is_free, _DEFAULTS):
                 signal.signal(number, self._hear)
 
     def leave(self, user: object, *, has_failed: bool) -> None:
@@ -62,16 +65,6 @@ class Stop:
         heard = None if has_failed or self.is_ending or joined() is not None else self.heard
         if self._restore() and heard is not None:
             signal.raise_signal(heard)
-
-    def _restore(self) -> bool:
-        """Put back what was there before the first manager, if none is left; tell whether that was done."""
-        if self._users or threading.current_thread() is not threading.main_thread():
-            return False
-        self.heard = None
-        for number in (*STOPPING, signal.SIGINT):
-            if signal.getsignal(number) == self._hear:
-                signal.signal(number, _default(number))
-        return True
 
     def find_last(self, name: str, num_calls: int) -> int | None:
         """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's.
@@ -87,6 +80,16 @@ class Stop:
             return num_calls + 1
         note = None if group.rank == 0 else group.find_note(f"last save to {name}")
         return None if note is None else int(note)
+
+    def _restore(self) -> bool:
+        """Put back what was there before the first manager, if none is left; tell whether that was done."""
+        if self._users or threading.current_thread() is not threading.main_thread():
+            return False
+        self.heard = None
+        for number, default in _DEFAULTS.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, default)
+        return True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now, is_fork = time.monotonic(), os.getpid() != self._pid  # as a DataLoader's worker is
@@ -121,17 +124,13 @@ def stop() -> Stop:
 
 def _is_free(number: int) -> bool:
     """Tell whether nobody handles a signal; a function of C code, as faulthandler registers, is hidden from Python."""
-    if number == signal.SIGINT and hasattr(sys, "ps1"):  # a notebook's process is not ours to end
+    if signal.getsignal(number) is not _DEFAULTS[number]:
         return False
-    if signal.getsignal(number) is not _default(number):
-        return False
-    answer = ctypes.create_string_buffer(512)
-    if number == signal.SIGINT or sys.platform not in ("linux", "darwin"):
+    if number == signal.SIGINT:
+        return not hasattr(sys, "ps1")  # a notebook's process is not ours to end
+    if sys.platform not in ("linux", "darwin"):
         return True
+    answer = ctypes.create_string_buffer(512)
     failed = ctypes.CDLL(None).sigaction(int(number), None, answer)
     # ``struct sigaction`` begins with the function.
     return bool(failed) or not ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0]
-
-
-def _default(number: int) -> Any:
-    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
