@@ -184,8 +184,9 @@ def exchange(first: Path, second: Path) -> bool:
 
 def _replace(new: Path, target: Path) -> None:
     """Give a directory or file the target's name, and take that back where it can't be made durable."""
-    is_exchanged = target.exists() and exchange(new, target)
-    is_moved = target.is_dir() and not is_exchanged
+    is_taken = new.is_dir() and target.is_dir()  # a file replaces a file in one step anyway
+    is_exchanged = is_taken and exchange(new, target)
+    is_moved = is_taken and not is_exchanged
     old = _beside(target, "old")
     if is_moved:
         os.rename(target, old)
@@ -196,7 +197,7 @@ def _replace(new: Path, target: Path) -> None:
     except BaseException:
         if is_exchanged:
             exchange(new, target)
-        elif target.is_dir():
+        elif target.is_dir() and not new.exists():
             os.rename(target, new)
         if is_moved:
             os.rename(old, target)
