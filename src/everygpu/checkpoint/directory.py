@@ -184,9 +184,9 @@ def exchange(first: Path, second: Path) -> bool:
 
 def _replace(new: Path, target: Path) -> None:
     """Give a directory or file the target's name, and take that back where it can't be made durable."""
-    is_taken = new.is_dir() and target.is_dir()  # a file replaces a file in one step anyway
-    is_exchanged = is_taken and exchange(new, target)
-    is_moved = is_taken and not is_exchanged
+    are_directories = new.is_dir() and target.is_dir()  # a file replaces a file in one step anyway
+    is_exchanged = are_directories and exchange(new, target)
+    is_moved = are_directories and not is_exchanged
     old = _beside(target, "old")
     if is_moved:
         os.rename(target, old)

@@ -24,7 +24,7 @@ from everygpu.checkpoint.states import check_parts, encode_parts, has_shards
 from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
-from everygpu.ranks.group import join, joined
+from everygpu.ranks.group import Group, join, joined
 from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verify"})
@@ -201,20 +201,25 @@ def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = N
 
 def write_together(taken: Taken, write: Callable[[], object]) -> None:
     """Write a checkpoint on all ranks: rank 0 calls ``write``, and is waited for; what it raises, all raise."""
-    group, note = taken.group, f"{taken.key}: files of rank "
-    if group is not None and group.rank != 0:
-        directory = group.find_first_note(f"{taken.key}: directory", taken.key)
-        try:
-            if directory is not None and not Path(directory).is_dir():
-                raise CheckpointError(f"save: {directory} must be on a file system that all ranks share, not rank 0's.")
-            if directory is not None:  # else rank 0 has failed before
-                digests = write_tensors(Path(directory), _own_files(taken))
-                group.leave_note(f"{note}{group.rank}", json.dumps(digests))
-        except BaseException as error:
-            group.leave_note(f"{note}{group.rank}", json.dumps({"problem": f"{type(error).__name__}: {error}"}))
-            if group.find_note(taken.key) is None:  # else rank 0 has failed, and removed the directory
-                raise
+    if taken.group is not None and taken.group.rank != 0:
+        _write_part(taken, taken.group)
     write_once(taken.key, write)
+
+
+def _write_part(taken: Taken, group: Group) -> None:
+    """Write this rank's files, when rank 0 has made the directory; not where it fails to."""
+    directory = group.find_first_note(f"{taken.key}: directory", taken.key)
+    if directory is None:
+        return
+    note = f"{taken.key}: files of rank {group.rank}"
+    try:
+        if not Path(directory).is_dir():
+            raise CheckpointError(f"save: {directory} must be on a file system that all ranks share, not rank 0's.")
+        group.leave_note(note, json.dumps(write_tensors(Path(directory), _own_files(taken))))
+    except BaseException as error:
+        group.leave_note(note, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+        if group.find_note(taken.key) is None:  # else rank 0 has failed, and removed the directory
+            raise
 
 
 def _own_files(taken: Taken) -> Files:

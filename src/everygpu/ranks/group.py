@@ -122,7 +122,7 @@ class Group:
         Returns:
             What waits for the sum; on GPUs, it has the current stream wait.
         """
-        # The group's own method: a step makes many of these calls, and dist.all_reduce takes half as long again.
+        # The group's own method: a step makes many of these calls, and dist.all_reduce does more in Python.
         work = self._group_of(x).allreduce([torch.view_as_real(x) if x.is_complex() else x])
 
         def wait() -> None:

@@ -71,8 +71,10 @@ class BatchWeights:
             numbers = here.to(loss.device, dtype).repeat(2)
         else:  # no copy from the host, which waits for what is queued there
             numbers = torch.full((2,), here, dtype=dtype, device=loss.device)
-        is_counted = not isinstance(here, Tensor) and here != 0
-        numbers[0].mul_(loss.detach() if is_counted else torch.where(numbers[1] == 0, 0, loss.detach()))
+        found = loss.detach()
+        if isinstance(here, Tensor) or here == 0:  # a mean over no rows is nan
+            found = torch.where(numbers[1] == 0, 0, found)
+        numbers[0].mul_(found)
         numbers = numbers if flags is None else torch.cat([numbers, flags.to(dtype)])
         self._group.all_reduce(numbers)()
         self._all = numbers[1].to(self._home, torch.float32)
