@@ -52,6 +52,23 @@ class Stream(IterableDataset):
             yield {"x": torch.tensor([float(number)]), "index": number}
 
 
+class Own(list):
+    """A rank's own numbers, and how many of them were given."""
+
+    at = 0
+
+    def __iter__(self):
+        while self.at < len(self):
+            self.at += 1
+            yield {"x": torch.tensor([[float(self[self.at - 1])]])}
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 class PythonShuffled(BatchSampler):
     """Batches in an order of Python's generator, which has no generators that could be found."""
 
@@ -195,6 +212,16 @@ def different_orders():
     return found, [noted.queue.get().getMessage() for _ in range(noted.queue.qsize())]
 
 
+def resumed_by_own_state():
+    """What is read, and said, after rank 0's position."""
+    data = wrapped(Own(range(10 * place()[0], 10 * place()[0] + 4)), "thread", sharded=True)
+    state = {"epoch": 0, "batch": 3, "seed": 1, "last_batch": None, "own": {"at": 3}, "is_last": False, "data": {}}
+    data.load_state_dict(state)
+    noted = QueueHandler(SimpleQueue())
+    logging.getLogger("everygpu").addHandler(noted)
+    return [numbers_in(batch) for batch in data], [noted.queue.get().getMessage() for _ in range(noted.queue.qsize())]
+
+
 def uneven_streams():
     found = []
     for how in ("thread", "no thread"):
@@ -227,6 +254,7 @@ def everything(saved):
         "workers": with_workers(),
         "different": different_orders(),
         "uneven": uneven_streams(),
+        "own state": resumed_by_own_state(),
         "meters": meters(),
     }
 

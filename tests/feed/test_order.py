@@ -361,6 +361,50 @@ class Remembering:
         self.at = self.resumed_at = state["at"]
 
 
+class Lasting(Remembering):
+    """Gives other numbers in each pass."""
+
+    epoch = 0
+
+    def __iter__(self):
+        for x in super().__iter__():
+            yield x + 10 * self.epoch
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
+
+
+class Refilling(Remembering):
+    """Fills one tensor, or one array, again and again; or makes one for each batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __iter__(self):
+        held = torch.zeros(2)
+        for x in super().__iter__():
+            held.numpy()[:] = x.item()
+            yield {"tensor": held, "array": held.numpy(), "copy": held.clone()}[self.kind]
+
+
+class RefilledList(Stateful):
+    """Fills one list again and again."""
+
+    def __iter__(self):
+        held = []
+        for i in super().__iter__():
+            held.append(i)
+            if len(held) == 4:
+                yield held
+                held.clear()
+
+
 class Tenfold(DataLoader):
     def __iter__(self):
         for (x,) in super().__iter__():
@@ -387,6 +431,29 @@ class TestOtherLoaders:
         assert [x.item() for x in feeder] == [3, 4, 5]
         assert loader.resumed_at == 3  # what was prepared ahead does not count
         assert feeder.epoch == 1
+
+    def test_a_batch_sampler_that_fills_one_list(self):
+        loader = DataLoader(DATA, batch_sampler=RefilledList())
+        order = torch.randperm(NUM, generator=seeded(0)).tolist()
+        assert [x.tolist() for (x,) in Feeder(loader, "cpu")] == [order[i : i + 4] for i in range(0, 20, 4)]
+
+    @pytest.mark.parametrize("stop", [5, 6, 7, 12, 17])
+    def test_one_that_goes_on_from_pass_to_pass(self, stop):
+        def numbers(feeder):
+            return (x.item() for _ in range(4) if feeder.epoch < 3 for x in feeder)
+
+        expected = [10 * epoch + i for epoch in range(3) for i in range(6)]
+        first, second = Feeder(Lasting(), "cpu"), Feeder(Lasting(), "cpu")
+        seen = list(itertools.islice(numbers(first), stop))
+        second.load_state_dict(first.state_dict())
+        assert seen + list(numbers(second)) == expected
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_one_that_fills_the_same_memory_is_refused(self, prefetch):
+        for kind in ("tensor", "array"):
+            with pytest.raises(OptionError, match="fills the same tensor with each batch.*yield copies"):
+                list(Feeder(Refilling(kind), "cpu", prefetch=prefetch))
+        assert [x.tolist() for x in Feeder(Refilling("copy"), "cpu", prefetch=prefetch)] == [[i, i] for i in range(6)]
 
     @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
     def test_one_with_an_iter_of_its_own(self, options):
@@ -503,6 +570,32 @@ def test_any_loader_is_read_again(make):
     again.load_state_dict(after(Feeder(make(), "cpu", seed=1), 4))
     assert [x.tolist() for x in again] == expected[4:]
     assert [x.tolist() for x in again] == [x.tolist() for x in whole]
+
+
+def rounds():
+    """Shuffles again and again."""
+    while True:
+        yield from DataLoader(range(6), 2, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_told"),
+    [
+        (rounds, True),
+        (lambda: DataLoader(Stream(), 4), True),
+        (lambda: DataLoader(Stream(), 4, num_workers=1), False),
+        (lambda: list(torch.arange(NUM).split(4)), False),
+        (lambda: DataLoader(DATA, 4, shuffle=True), False),
+        (Remembering, False),
+    ],
+    ids=["rounds", "stream", "worker", "list", "indexed", "own state"],
+)
+def test_what_may_come_otherwise_is_told(make, is_told, caplog):
+    feeder = Feeder(make(), "cpu")
+    feeder.load_state_dict(after(Feeder(make(), "cpu"), 4))
+    with iter(feeder) as feed:
+        next(feed)
+    assert ["4 batches are read again to come to the position" in text for text in caplog.messages] == [True] * is_told
 
 
 class BegunOnce(DataLoader):

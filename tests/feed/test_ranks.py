@@ -147,6 +147,13 @@ def test_streams_that_differ_are_named_once(ranks):
     assert "the first batch of a pass is not the same on all ranks" in said[0][0]
 
 
+def test_each_rank_goes_on_from_rank_0s_own_state_and_is_told_so(ranks):
+    read, said = zip(*(of_rank["own state"] for of_rank in ranks))
+    assert read == ([[3]], [[13]], [[23]])
+    assert [len(messages) for messages in said] == [1, 0, 0]
+    assert "goes on from the state that rank 0's loader had" in said[0][0]
+
+
 def test_streams_that_should_match_and_end_unevenly_are_an_error_on_all(ranks):
     for of_rank in ranks:
         for message in of_rank["uneven"]:

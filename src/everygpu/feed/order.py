@@ -7,6 +7,7 @@ loop is given them.
 """
 
 import copy
+import logging
 import random
 import zlib
 from collections import deque
@@ -21,12 +22,16 @@ import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
 from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, samplers_of, say_once
-from everygpu.ranks.group import join
+from everygpu.parallel.replicas.module_tree import is_dense
+from everygpu.ranks.group import Group, join
 from everygpu.torch_private.data import LoaderIterator
+
+logger = logging.getLogger("everygpu")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +114,8 @@ class Order:
             rank = 0 if self.kind == "whole" else group.rank  # else transforms would draw the same on all ranks
             if group.rank == 0 and self._advises:
                 say_once(self.kind)
+        if is_resumed and (group is None or group.rank == 0):
+            self._warn_of_what_may_differ(now, group)
         number = derive_seed(self.seed, now.epoch)
         with _seeded(derive_seed(number, rank), self._dataset_generators):
             if self._sampler is None:
@@ -122,6 +129,20 @@ class Order:
         # Only now: what interrupts the beginning leaves the position as it was.
         self._pass, self._is_resumed = now, False
         return batches, now, dealing
+
+    def _warn_of_what_may_differ(self, now: Pass, group: Group | None) -> None:
+        if now.own is not None and self.kind == "sharded" and group is not None and group.size > 1:
+            logger.warning(
+                "Feeder: every rank's loader goes on from the state that rank 0's loader had. That is right if the "
+                "state only counts. If it names a rank's own files, save and load it on each rank yourself."
+            )
+        in_process = self._sampler is None and not getattr(self._loader, "num_workers", 0)
+        if now.own is None and now.batch and in_process and not hasattr(self._loader, "__getitem__"):
+            logger.warning(
+                "Feeder: %d batches are read again to come to the position. What the loader shuffles after its first "
+                "batch, as in a second round over a DataLoader, is the same only if it seeds that itself.",
+                now.batch,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was used."""
@@ -175,20 +196,22 @@ class Order:
         return batches
 
     def _begin_iterable(self, now: Pass, is_resumed: bool) -> Iterator[Any]:
-        if now.is_last:
-            return iter(())
-        num_left_out = now.batch
         if self.iterated is self._loader:
             _reseed(self._generators)
+        num_left_out = now.batch
         if is_resumed and now.own is not None and self._holder is not None:
             self._holder.load_state_dict(copy.deepcopy(now.own))
             num_left_out = 0
+        if now.is_last:
+            return iter(())
         batches: Iterator[Any] = iter(self.iterated)
         for _ in islice(batches, num_left_out):
             pass
         if isinstance(batches, LoaderIterator) and hasattr(batches, "_workers"):
             return batches  # which have drawn their seeds by now
-        return _begun(batches if self._holder is None else _noted(batches, now, self._holder, lambda _: None))
+        if self._holder is not None:
+            batches = _noted(_in_own_memory(batches), now, self._holder, lambda _: None)
+        return _begun(batches)
 
     def _describe(self) -> dict[str, Any]:
         """Return what has to be the same for a pass to go on in its middle, where it is known."""
@@ -230,7 +253,9 @@ class _OrderSampler:
         with _seeded(derive_seed(number, self._num_ended), self._generators):
             if self.holder is not None and is_first and (has_own or is_asked):
                 self.holder.load_state_dict(copy.deepcopy(self._start))
-            batches = iter(()) if now.is_last and is_first else iter(self._sampler)
+            # Lists are copied: a sampler with a state is asked for the next before one is used, and may fill it again.
+            order = () if now.is_last and is_first else self._sampler
+            batches = (list(indices) if type(indices) is list else indices for indices in order)
             if is_first and not (has_own and self.holder is not None):
                 _check_drawn_again(deque(islice(batches, now.batch), maxlen=1), now.last)
             first = list(islice(batches, 1))  # samplers draw their order when they are asked for an index
@@ -326,6 +351,24 @@ def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[
         ahead = list(islice(batches, 1))
         now.drawn.append((indices_of(batch), own if ahead else copy.deepcopy(holder.state_dict()), not ahead))
         yield batch
+
+
+def _in_own_memory(batches: Iterator[Any]) -> Iterator[Any]:
+    """Refuse a loader that fills the memory of a batch with the next one, which is drawn before that is used."""
+    before: Any = None
+    for batch in batches:
+        if _addresses_in(before) & _addresses_in(batch):
+            raise OptionError(
+                "Feeder: The loader fills the same tensor with each batch. As it has a state_dict, the next batch is "
+                "drawn before one is used: have it yield copies, x.clone()."
+            )
+        before = batch
+        yield batch
+
+
+def _addresses_in(batch: Any) -> set[int]:
+    found = [x for _, x in tree.leaves(batch, "") if tree.has_dims(x)]
+    return {x.ctypes.data if tree.is_array(x) else x.data_ptr() for x in found if tree.is_array(x) or is_dense(x)} - {0}
 
 
 def _frozen(indices: Any) -> Any:
