@@ -509,7 +509,7 @@ class TestPosition:
 
         feed = iter(feeder)
         next(feed)
-        monkeypatch.setattr("everygpu.feed.one_pass.unpack_batch", interrupt)
+        monkeypatch.setattr("everygpu.feed.batches.SentBatch.unpack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert place(feeder) == (0, 1)

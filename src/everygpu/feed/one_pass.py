@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everygpu.errors import FeedTimeoutError, WorkerError
-from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
+from everygpu.feed.batches import SentBatch
 from everygpu.feed.dealing import Dealing
 from everygpu.feed.order import Order
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
@@ -103,7 +103,8 @@ class Feed:
             raise StopIteration
         asked_at = time.perf_counter()
         try:
-            batch = unpack_batch(self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep))
+            sent = self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep)
+            batch = sent.unpack()
             now, before = time.perf_counter(), self._handed_over_at
             if before is not None:
                 self._report.add(now - before, now - asked_at, warns=self._ahead.thread is not None)
@@ -148,7 +149,7 @@ class Feed:
                 self._has_ended = True
         if not lockstep.goes_on(prepared is not None):
             raise StopIteration
-        return prepared or send_batch(lockstep.empty_batch(), self._route)
+        return prepared or SentBatch(lockstep.empty_batch(), self._route)
 
 
 class _Ahead:
@@ -178,7 +179,7 @@ class _Ahead:
             batch = self._fetch()
         if self._dealing is not None:
             batch = self._dealing.take(batch, self._route.dim)
-        return send_batch(batch, self._route)
+        return SentBatch(batch, self._route)
 
     def wait(self, timeout_s: float | None) -> SentBatch | BaseException:
         """Take what the thread has ready."""
