@@ -82,7 +82,7 @@ class Feeder:
                 f"and {timeout!r}."
             )
         self.loader = loader
-        self._order = Order(loader, seed, sharded)
+        self._order = Order(loader, seed, sharded=sharded)
         self._route = find_route(model_or_devices)
         self._prefetch, self._timeout = prefetch, timeout
         self._report = FeedReport()

@@ -61,9 +61,9 @@ class Pass:
 
 
 class Order:
-    """Begins the passes over one loader, and knows the position."""
+    """Begins the passes over one loader, and knows the position; ``is_alone``: of this rank, without the others."""
 
-    def __init__(self, loader: Any, seed: int | None, sharded: bool) -> None:
+    def __init__(self, loader: Any, seed: int | None, *, sharded: bool, is_alone: bool = False) -> None:
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             raise OptionError(
                 "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order "
@@ -73,9 +73,7 @@ class Order:
         self._dataset_generators = _generators_of([getattr(loader, "dataset", None)], Dataset)
         self.seed = _draw_seed(self._generators) if seed is None else seed
         self.kind: Kind = kind_of(loader, sharded)
-        self.is_alone = False
-        """Whether this rank begins passes without the others."""
-        self._advises, self._loader = not sharded, loader
+        self._advises, self._loader, self._is_alone = not sharded, loader, is_alone
         self._pass, self._is_resumed = Pass(), False
         self._sampler: _OrderSampler | None = None
         self._holder = loader if _keeps_state(loader) else None
@@ -106,7 +104,7 @@ class Order:
         now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
             now = replace(old, drawn=deque())
-        group = None if self.is_alone else join()
+        group = None if self._is_alone else join()
         dealing = None if group is None else Dealing(group, self.kind)
         rank = 0
         if group is not None:
@@ -116,13 +114,12 @@ class Order:
                 say_once(self.kind)
         if is_resumed and (group is None or group.rank == 0):
             self._warn_of_what_may_differ(now, group)
-        number = derive_seed(self.seed, now.epoch)
+        number, own = derive_seed(self.seed, now.epoch), now.own if is_resumed else None
         with _seeded(derive_seed(number, rank), self._dataset_generators):
             if self._sampler is None:
-                batches = self._begin_iterable(now, is_resumed)
+                batches = self._begin_iterable(now, own)
             else:
-                cuts = dealing if dealing is not None and dealing.kind == "indexed" else None
-                self._sampler.prepare(now, number, is_resumed, cuts)
+                self._sampler.draw(now, number, own, dealing if self.kind == "indexed" else None)
                 batches = self._begin_indexed(self._sampler, now)
         if dealing is not None and self._sampler is not None:
             dealing.check(self._sampler)
@@ -195,17 +192,15 @@ class Order:
             )
         return batches
 
-    def _begin_iterable(self, now: Pass, is_resumed: bool) -> Iterator[Any]:
+    def _begin_iterable(self, now: Pass, own: Any) -> Iterator[Any]:
         if self.iterated is self._loader:
             _reseed(self._generators)
-        num_left_out = now.batch
-        if is_resumed and now.own is not None and self._holder is not None:
-            self._holder.load_state_dict(copy.deepcopy(now.own))
-            num_left_out = 0
+        if own is not None and self._holder is not None:
+            self._holder.load_state_dict(copy.deepcopy(own))
         if now.is_last:
             return iter(())
         batches: Iterator[Any] = iter(self.iterated)
-        for _ in islice(batches, num_left_out):
+        for _ in islice(batches, now.batch if own is None else 0):
             pass
         if isinstance(batches, LoaderIterator) and hasattr(batches, "_workers"):
             return batches  # which have drawn their seeds by now
@@ -226,7 +221,7 @@ class Order:
 
 
 class _OrderSampler:
-    """Takes the place of a DataLoader's sampler: draws its order from a seed, and leaves out what was used."""
+    """Takes the place of a DataLoader's sampler: gives the order that was drawn for the pass."""
 
     def __init__(self, sampler: Any, generators: Sequence[Any]) -> None:
         self._sampler, self._generators = sampler, generators
@@ -235,39 +230,41 @@ class _OrderSampler:
         self.is_asked = False
         """Whether the pass has asked for indices."""
 
-    def prepare(self, now: Pass, number: int, is_resumed: bool, cuts: Dealing | None) -> None:
-        """Say what the next pass is, whose number the order is drawn from; ``cuts`` leaves this rank's indices."""
+    def draw(self, now: Pass, number: int, own: Any, cuts: Dealing | None) -> None:
+        """Draw a pass's order from its number; ``own``: a state to go on from; ``cuts`` leaves this rank's indices."""
         self.is_asked, self._num_ended = False, 0
-        self._plan = now, number, is_resumed and now.own is not None, cuts
-        self._start = now.own if self.holder is None or self._plan[2] else copy.deepcopy(self.holder.state_dict())
+        self._pass, self._number, self._cuts = now, number, cuts
+        self._order = self._draw(() if now.is_last else self._sampler, now.batch, own)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # Runs in the main process, as the DataLoader's iterator is made; not a generator, which would begin later.
-        # With workers, DataLoader asks twice, and takes from the second iterator.
-        now, number, has_own, cuts = self._plan
-        is_first, is_asked, self.is_asked = self._num_ended == 0, self.is_asked, True
-        # An endless loader's own __iter__ asks again when an order has come to its end.
-        with _seeded(derive_seed(number, self._num_ended), self._generators):
-            if self.holder is not None and is_first and (has_own or is_asked):
-                self.holder.load_state_dict(copy.deepcopy(self._start))
-            # Lists are copied: a sampler with a state is asked for the next before one is used, and may fill it again.
-            order = () if now.is_last and is_first else self._sampler
-            batches = (list(indices) if type(indices) is list else indices for indices in order)
-            if is_first and not (has_own and self.holder is not None):
-                _check_drawn_again(deque(islice(batches, now.batch), maxlen=1), now.last)
-            first = list(islice(batches, 1))  # samplers draw their order when they are asked for an index
-        found = self._noted(chain(first, batches), now)
-        if cuts is None:
-            return found
-        cuts.note_first(first)
-        return cuts.cut(found)
+        # With workers, DataLoader asks twice. An endless loader's own __iter__ asks again when an order has ended.
+        if self.is_asked and self._has_ended:
+            self._order = self._draw(self._sampler, 0, None)
+        self.is_asked = True
+        return self._order
 
-    def _noted(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
-        yield from _noted(batches, now, self.holder, _frozen)
-        self._num_ended += 1
+    def _draw(self, order: Iterable[Any], num_left_out: int, own: Any) -> Iterator[Any]:
+        self._has_ended = False
+        with _seeded(derive_seed(self._number, self._num_ended), self._generators):
+            if own is not None and self.holder is not None:
+                self.holder.load_state_dict(copy.deepcopy(own))
+            # Lists are copied: a sampler with a state is asked for the next before one is used, and may fill it again.
+            indices = (list(i) if type(i) is list else i for i in order)
+            if own is None:
+                _check_drawn_again(deque(islice(indices, num_left_out), maxlen=1), self._pass.last)
+            first = list(islice(indices, 1))  # samplers draw their order when they are asked for an index
+        found = self._noted(chain(first, indices))
+        if self._cuts is None:
+            return found
+        self._cuts.note_first(first)
+        return self._cuts.cut(found)
+
+    def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
+        yield from _noted(indices, self._pass, self.holder, _frozen)
+        self._has_ended, self._num_ended = True, self._num_ended + 1
 
 
 def _keeps_state(value: Any) -> bool:

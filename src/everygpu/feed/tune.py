@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.errors import DeviceError, OptionError, RankError
-from everygpu.feed.feeder import Feeder, Target, data_parallel_in, find_route
-from everygpu.feed.one_pass import WARN_AFTER_STEPS
+from everygpu.feed.feeder import Target, data_parallel_in, find_route
+from everygpu.feed.one_pass import WARN_AFTER_STEPS, Feed, FeedReport
+from everygpu.feed.order import Order
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.ranks.group import joined
@@ -320,11 +321,10 @@ def _numbers_to_try(candidates: Iterable[int] | None) -> list[int]:
 
 def _measure(loader: DataLoader[Any], target: Target, seconds: float) -> float:
     """Return the batches a second."""
-    feeder = Feeder(loader, target, seed=0)
-    feeder._order.is_alone = True  # ranks measure for different numbers of batches
-    feeder._report.num_steps = WARN_AFTER_STEPS  # there is nothing else to do than to wait
+    order = Order(loader, 0, sharded=False, is_alone=True)  # ranks measure for different numbers of batches
+    report = FeedReport(num_steps=WARN_AFTER_STEPS)  # there is nothing else to do than to wait
     start = time.perf_counter()
-    with iter(feeder) as feed:
+    with Feed(order, find_route(target), 2, None, report) as feed:
         if next(feed, feed) is feed:
             raise OptionError("tune_workers: the loader gives no batch. Check its dataset and sampler.")
         begin = now = time.perf_counter()
