@@ -30,6 +30,7 @@ pytestmark = [
 ]
 NUM = 23
 DATA = TensorDataset(torch.arange(NUM))
+MASK = torch.eye(2)
 
 
 def seeded(seed=5):
@@ -380,7 +381,7 @@ class Lasting(Remembering):
 
 
 class Refilling(Remembering):
-    """Fills one tensor, or one array, again and again; or makes one for each batch."""
+    """Fills one tensor, or one array, again and again; or makes one for each batch, beside one that stays."""
 
     def __init__(self, kind):
         super().__init__()
@@ -390,7 +391,7 @@ class Refilling(Remembering):
         held = torch.zeros(2)
         for x in super().__iter__():
             held.numpy()[:] = x.item()
-            yield {"tensor": held, "array": held.numpy(), "copy": held.clone()}[self.kind]
+            yield {"tensor": held, "array": held.numpy(), "copy": (held.clone(), MASK)}[self.kind]
 
 
 class RefilledList(Stateful):
@@ -453,7 +454,9 @@ class TestOtherLoaders:
         for kind in ("tensor", "array"):
             with pytest.raises(OptionError, match="fills the same tensor with each batch.*yield copies"):
                 list(Feeder(Refilling(kind), "cpu", prefetch=prefetch))
-        assert [x.tolist() for x in Feeder(Refilling("copy"), "cpu", prefetch=prefetch)] == [[i, i] for i in range(6)]
+        assert [x.tolist() for x, _ in Feeder(Refilling("copy"), "cpu", prefetch=prefetch)] == [
+            [i, i] for i in range(6)
+        ]
 
     @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
     def test_one_with_an_iter_of_its_own(self, options):
