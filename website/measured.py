@@ -4,6 +4,7 @@ python website/measured.py
 """
 
 import json
+import string
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -98,34 +99,38 @@ def page() -> str:
 
 
 def section(name: str) -> Iterable[str]:
+    """Write a section: the machines, by letters where there are several, and a table."""
     yield f"## {TITLES[name]}\n"
-    groups: dict[str, list[Row]] = {}
-    for row in read(name):
-        # Replicas and ranks that share a GPU tell what a change costs, not how fast two GPUs are.
-        if " x " in row["hardware"] or row.get("replicas", 1) * row.get("ranks", 1) == 1:
-            groups.setdefault(row["hardware"], []).append(row)
-    for hardware, rows in groups.items():
-        versions = ", ".join(
-            f"{part} {version}" for part, version in rows[-1]["versions"].items() if part != "everygpu"
-        )
-        yield f"{hardware}; {versions}.\n"
-        yield "\n".join(table(rows)) + "\n"
+    # Replicas and ranks that share a GPU tell what a change costs, not how fast two GPUs are.
+    rows = [r for r in read(name) if " x " in r["hardware"] or r.get("replicas", 1) * r.get("ranks", 1) == 1]
+    machines = list(dict.fromkeys(row["hardware"] for row in rows))
+    letters = dict(zip(machines, string.ascii_uppercase)) if machines[1:] else {}
+    described = []
+    for machine in machines:
+        newest = [row for row in rows if row["hardware"] == machine][-1]
+        versions = ", ".join(f"{part} {v}" for part, v in newest["versions"].items() if part != "everygpu")
+        described.append(f"{letters.get(machine, '')}: {machine}; {versions}.".removeprefix(": "))
+    yield "\n".join(f"* {line}" for line in described) + "\n" if letters else f"{described[0]}\n"
+    yield "\n".join(table(rows, letters)) + "\n"
 
 
-def table(rows: list[Row]) -> Iterable[str]:
+def table(rows: list[Row], letters: dict[str, str]) -> Iterable[str]:
     """Lay rows out by what was measured; of times, those of one commit are a line."""
     columns = sorted(dict.fromkeys(row["row"] for row in rows), key=place)
-    lines: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        lines.setdefault((row["workload"], row["commit"] if "median_ms" in row else ""), []).append(row)
-    yield f"| | {' | '.join(map(column_name, columns))} | when |"
-    yield f"|---|{'---|' * len(columns)}---|"
-    for (workload, _), of_line in lines.items():
+    lines: dict[tuple[str, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: list(letters).index(row["hardware"]) if letters else 0):
+        key = row["hardware"], row["workload"], row["commit"] if "median_ms" in row else ""
+        lines.setdefault(key, []).append(row)
+    on = " on |" if letters else ""
+    yield f"| |{on} {' | '.join(map(column_name, columns))} | when |"
+    yield f"|---|{'---|' * (len(columns) + bool(letters))}---|"
+    for (machine, workload, _), of_line in lines.items():
         cells = {row["row"]: cell(row) for row in of_line}
         commits = ", ".join(dict.fromkeys(row["commit"] for row in of_line))
         newest = max(of_line, key=lambda row: row["date"])
         when = f"{commits}, {newest['date'][:10]}{' †' * newest.get('changed_since', False)}"
-        yield f"| {workload_name(workload)} | {' | '.join(cells.get(name, '') for name in columns)} | {when} |"
+        on = f" {letters[machine]} |" if letters else ""
+        yield f"| {workload_name(workload)} |{on} {' | '.join(cells.get(name, '') for name in columns)} | {when} |"
 
 
 def place(row: str) -> int:

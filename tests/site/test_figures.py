@@ -62,13 +62,20 @@ def test_rows_of_results_have_one_form():
             assert row.get("least_ms", 0) <= row.get("median_ms", 0) <= row.get("most_ms", 1e9)
 
 
-def test_runs_of_one_day_are_lines_of_their_own():
-    row = {"workload": "gpt2", "note": "", "date": "2026-11-20"}
+def test_runs_of_one_day_are_lines_of_their_own_as_are_machines():
+    row = {"workload": "gpt2", "note": "", "date": "2026-11-20", "hardware": "one"}
     first = [{**row, "commit": "a", "row": "step_x2", "median_ms": 2.0, "least_ms": 1.0, "most_ms": 3.0}]
     second = [{**row, "commit": "b", "row": "ddp", "median_ms": 4.0, "changed_since": True}]
-    assert list(measured.table(first + second)) == [
+    other = [{**row, "commit": "b", "row": "ddp", "median_ms": 5.0, "hardware": "two"}]
+    assert list(measured.table(first + second, {})) == [
         "| | DDP | TrainStep, 2 replicas | when |",
         "|---|---|---|---|",
         "| GPT-2 124M |  | 2.00 (1.00 to 3.00) | a, 2026-11-20 |",
         "| GPT-2 124M | 4.00 |  | b, 2026-11-20 † |",
+    ]
+    assert list(measured.table(other + second, {"one": "A", "two": "B"})) == [
+        "| | on | DDP | when |",
+        "|---|---|---|---|",
+        "| GPT-2 124M | A | 4.00 | b, 2026-11-20 † |",
+        "| GPT-2 124M | B | 5.00 | b, 2026-11-20 |",
     ]
