@@ -27,7 +27,7 @@ def test_a_model_with_everything_to_train_it(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt3", "No module 'gpt3'"),
+        ("gpt3", "'gpt3' names no function"),
         ("tests.bench.own:", "No function '' in tests.bench.own"),
         ("nowhere:f", "No module 'nowhere': .* Run the command in the directory of the file"),
         ("tests.bench.nowhere:f", "No module 'tests.bench.nowhere'"),

@@ -80,6 +80,7 @@ def test_a_batch_may_be_left_out(plan):
         ("model.py", "names no function"),
         ("model.py:nothing", "No function 'nothing'"),
         ("nowhere.py:build", "No file 'nowhere.py'"),
+        ("nowhere:build", "No module 'nowhere'"),
         ("model.py:wrong", "returns int"),
     ],
 )

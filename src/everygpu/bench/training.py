@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from everygpu import tree
 from everygpu.bench.workloads import MODELS
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.tune import resize
+from everygpu.named import find_function
 from everygpu.parallel.scatter.row_count import find_rows
 
 
@@ -57,26 +57,14 @@ def find_training(name: str) -> Training:
     """Call the function that makes a model with everything to train it.
 
     Raises:
-        OptionError: there is no such module or function, or what it returns is no ``Training``.
+        OptionError: there is no such file, module or function, or what it returns is no ``Training``.
         Exception: what the module or the function raises by itself.
     """
-    module_name, _, function_name = MODELS.get(name, name).partition(":")
+    make = find_function(MODELS.get(name, name))
     try:
-        function = getattr(import_module(module_name), function_name, None)
-        if not callable(function):
-            raise OptionError(f"No function {function_name!r} in {module_name}. Check --model {name}.")
-        made = function()
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; what it imports itself is not
-        raise OptionError(
-            f"No module {module_name!r}: {error}. Run the command in the directory of the file."
-        ) from error
+        made = make()
     except SystemExit as stop:
-        raise OptionError(
-            f"{name} exits with {stop.code!r}: it runs as a script. Put parse_args() and the loop under "
-            f"if __name__ == '__main__', or write parse_args([])."
-        ) from stop
+        raise OptionError(f"{name} exits with {stop.code!r}. It may read no arguments: write parse_args([]).") from stop
     return _check(made, f"{name}()")
 
 

@@ -1,11 +1,7 @@
 """``everygpu plan``: what a model takes of each GPU, before a GPU is rented."""
 
-import importlib
-import importlib.util
+import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -13,6 +9,7 @@ import click
 from everygpu.cli.options import Size
 from everygpu.cli.output import make_console
 from everygpu.errors import OptionError
+from everygpu.named import find_function
 from everygpu.units import format_size, parse_size
 
 _COLUMNS = ("parameters", "gradients", "states", "whole", "activations", "sum")
@@ -30,13 +27,14 @@ def plan_model(build: str, num_gpus: int, memory: str, precision: str) -> None:
     tuple of arguments or a dict of them. If the model returns no loss, its output counts. It is called with torch's
     default device "meta", where tensors have no memory. States are AdamW's.
     """
-    made = _find(build)
+    sys.path.insert(0, os.getcwd())
+    make = find_function(build)
     import torch
 
     from everygpu.parallel.fully_sharded.plan import plan_memory
 
     with torch.device("meta"):
-        found = made()
+        found = make()
     model, *batches = found if isinstance(found, tuple) else (found,)
     if not isinstance(model, torch.nn.Module) or len(batches) > 1:
         raise OptionError(f"{build} returns {type(found).__qualname__}. Return a torch.nn.Module, or (model, batch).")
@@ -62,30 +60,3 @@ def _call(module: Any, batch: Any) -> Any:
     if isinstance(batch, dict):
         return module(**batch)
     return module(*batch) if isinstance(batch, tuple) else module(batch)
-
-
-def _find(build: str) -> Callable[[], Any]:
-    """Return the function that is named, of a file or of a module."""
-    place, _, name = build.rpartition(":")
-    if not place:
-        raise OptionError(f"{build!r} names no function. Write for instance train.py:build.")
-    sys.path.insert(0, str(Path.cwd()))
-    function = getattr(_load(place), name, None)
-    if not callable(function):
-        raise OptionError(f"No function {name!r} in {place}. Check the name.")
-    return function  # type: ignore[no-any-return]
-
-
-def _load(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise OptionError(f"No module {place!r}: {error}. Run the command in the directory of the file.") from error
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    if spec is None or spec.loader is None or not Path(place).is_file():
-        raise OptionError(f"No file {place!r}. Check the path.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses and pickles look for it
-    spec.loader.exec_module(module)
-    return module
