@@ -13,6 +13,7 @@ from everygpu.errors import OptionError, SplitError
 from everygpu.feed.tune import resize
 from everygpu.named import find_function
 from everygpu.parallel.scatter.row_count import find_rows
+from everygpu.step.loss import as_batch, loss_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +113,10 @@ def split_batch(batch: Any) -> tuple[Any, tuple[Any, ...]]:
 def compute_loss(net: Callable[..., Any], loss: Callable[..., Tensor] | None, batch: Any) -> Tensor:
     """Run a model and its loss as ``TrainStep`` does, for those that know nothing of it."""
     inputs, targets = split_batch(batch)
-    more = targets if loss is None else ()
-    if isinstance(inputs, dict) and not more:
-        output = net(**inputs)
-    else:
-        output = net(*inputs, *more) if isinstance(inputs, tuple) else net(inputs, *more)
-    if loss is not None:
-        return loss(output, *targets)
-    found = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
-    return found.mean()  # nn.DataParallel has one number per replica
+    args, kwargs, left = as_batch(inputs, targets, {}, with_loss=loss is not None)
+    output = net(*args, **kwargs)
+    found: Tensor = loss_in(output).mean() if loss is None else loss(output, *left)  # nn.DataParallel's are several
+    return found
 
 
 def move_batch(batch: Any, device: Any) -> Any:
