@@ -1,5 +1,6 @@
 """The order of a pass comes from a seed and its number: resumed, the samples come that would have come."""
 
+import copy
 import itertools
 import random
 
@@ -412,6 +413,20 @@ class Tenfold(DataLoader):
             yield (x * 10,)
 
 
+class Peeking(DataLoader):
+    """Looks at a batch, and begins again."""
+
+    def __iter__(self):
+        next(super().__iter__())
+        yield from super().__iter__()
+
+
+class Endless(DataLoader):
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
 class Custom:
     """Shuffles by itself."""
 
@@ -458,15 +473,33 @@ class TestOtherLoaders:
             [i, i] for i in range(6)
         ]
 
-    @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-    def test_one_with_an_iter_of_its_own(self, options):
-        first, second = (Feeder(Tenfold(DATA, 4, shuffle=True, **options), "cpu", seed=s) for s in (1, 2))
+    @pytest.mark.parametrize(
+        ("kind", "options"),
+        [
+            (Tenfold, {"shuffle": True}),
+            (Tenfold, {"shuffle": True, "num_workers": 1, "persistent_workers": True}),
+            (Peeking, {"shuffle": True}),
+            (Peeking, {"sampler": Stateful()}),
+        ],
+    )
+    def test_one_with_an_iter_of_its_own(self, kind, options):
+        first, second = (Feeder(kind(DATA, 4, **copy.deepcopy(options)), "cpu", seed=s) for s in (1, 2))
+        numbers = sorted(x.item() for (batch,) in first for x in batch)
+        assert numbers == [i * (10 if kind is Tenfold else 1) for i in range(NUM)]
         list(first)
         with iter(first) as feed:
             next(feed)
             state, expected = first.state_dict(), [x.tolist() for (x,) in feed]
         second.load_state_dict(state)
         assert [x.tolist() for (x,) in second] == expected
+
+
+def test_an_endless_loader_draws_one_order_after_the_other():
+    with iter(Feeder(Endless(DATA, 4, shuffle=True), "cpu", prefetch=3)) as feed:
+        numbers = [i for (x,) in itertools.islice(feed, 12) for i in x.tolist()]
+    first, second = numbers[:NUM], numbers[NUM:]
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(NUM))
 
 
 def place(feeder):

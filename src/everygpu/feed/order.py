@@ -233,28 +233,34 @@ class _OrderSampler:
     def draw(self, now: Pass, number: int, own: Any, cuts: Dealing | None) -> None:
         """Draw a pass's order from its number; ``own``: a state to go on from; ``cuts`` leaves this rank's indices."""
         self.is_asked, self._num_ended = False, 0
-        self._pass, self._number, self._cuts = now, number, cuts
-        self._order = self._draw(() if now.is_last else self._sampler, now.batch, own)
+        self._pass, self._at, self._number, self._cuts = now, replace(now), number, cuts
+        self._start = copy.deepcopy(self.holder.state_dict()) if self.holder is not None and own is None else own
+        self._order = self._draw(own)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # With workers, DataLoader asks twice. An endless loader's own __iter__ asks again when an order has ended.
-        if self.is_asked and self._has_ended:
-            self._order = self._draw(self._sampler, 0, None)
+        # With workers, DataLoader asks twice at once. One with an __iter__ of its own may ask again: for another order
+        # when one has ended, and before that for the same from its beginning.
+        if self._has_ended:
+            self._order = self._draw(None)
+        elif self._is_begun:
+            self._pass.drawn.clear()
+            self._order = self._draw(self._start)
         self.is_asked = True
         return self._order
 
-    def _draw(self, order: Iterable[Any], num_left_out: int, own: Any) -> Iterator[Any]:
-        self._has_ended = False
+    def _draw(self, own: Any) -> Iterator[Any]:
+        is_first, self._is_begun, self._has_ended = self._num_ended == 0, False, False
         with _seeded(derive_seed(self._number, self._num_ended), self._generators):
             if own is not None and self.holder is not None:
                 self.holder.load_state_dict(copy.deepcopy(own))
             # Lists are copied: a sampler with a state is asked for the next before one is used, and may fill it again.
+            order = () if self._at.is_last and is_first else self._sampler
             indices = (list(i) if type(i) is list else i for i in order)
-            if own is None:
-                _check_drawn_again(deque(islice(indices, num_left_out), maxlen=1), self._pass.last)
+            if is_first and own is None:
+                _check_drawn_again(deque(islice(indices, self._at.batch), maxlen=1), self._at.last)
             first = list(islice(indices, 1))  # samplers draw their order when they are asked for an index
         found = self._noted(chain(first, indices))
         if self._cuts is None:
@@ -263,6 +269,7 @@ class _OrderSampler:
         return self._cuts.cut(found)
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
+        self._is_begun = True
         yield from _noted(indices, self._pass, self.holder, _frozen)
         self._has_ended, self._num_ended = True, self._num_ended + 1
 
