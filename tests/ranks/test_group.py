@@ -1,7 +1,9 @@
 """What ranks say to each other."""
 
 import logging
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 import everygpu
 from everygpu.errors import RankError
 from everygpu.ranks.first_batch import FirstBatch
-from everygpu.ranks.group import join
+from everygpu.ranks.group import join, leave
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 
@@ -92,6 +94,28 @@ def read_late():
 
 def test_rank_0_stays_until_others_have_read_its_notes(tmp_path):
     assert run_ranks(read_late, size=2, folder=tmp_path) == [None, "yes"]
+
+
+def train_and_leave():
+    """Return the threads that are left, when the optimizer has loaded what loads late."""
+    model = everygpu.DataParallel(nn.Linear(2, 3), ["cpu"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.rand(4, 2)).sum().backward()
+    optimizer.step()
+    before = thread_names()
+    leave()
+    return before, thread_names()
+
+
+def thread_names():
+    return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_thread_of_gloo_is_left_when_all_ranks_end(tmp_path):
+    for before, after in run_ranks(train_and_leave, size=2, folder=tmp_path):
+        assert {name for name in before if "gloo" in name}
+        assert not {name for name in after if "gloo" in name}
 
 
 def train_on(x):

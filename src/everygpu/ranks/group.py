@@ -27,8 +27,8 @@ T = TypeVar("T")
 logger = logging.getLogger("everygpu")
 
 _POLL_S = 0.02
-_END_S = 10.0
-"""How long rank 0 waits for others at its end, which may have died."""
+_END_S, _MEET_S = 10.0, 1.0
+"""How long rank 0, and the others, wait for each other at their end: some may have died."""
 
 
 class Group:
@@ -48,7 +48,7 @@ class Group:
         """What adds up the gradients of a backward in which no forward's output is known."""
         self.reached_in: int | None = None
         """The backward that came last to an output that is known; see ``backward_id``."""
-        self._control = control
+        self._control: Any = control
         self._notes: Any = dist.PrefixStore("everygpu/notes", default_store())  # type: ignore[attr-defined]
 
     @property
@@ -177,9 +177,12 @@ class Group:
                 f"torchrun names its rank."
             ) from error
 
-    def _group_of(self, x: Tensor) -> "dist.ProcessGroup":
-        world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        return self._control if x.device.type == "cpu" else world
+    def close(self) -> None:
+        """Let go of torch's group, whose threads end with the last reference to it."""
+        self._control = self._notes = None
+
+    def _group_of(self, x: Tensor) -> Any:
+        return self._control if x.device.type == "cpu" else dist.group.WORLD
 
 
 class OncePerRun(logging.Filter):
@@ -240,6 +243,9 @@ def joined() -> Group | None:
 def _make_world(membership: Membership) -> None:
     """Make torch's process group from the environment, if there is none."""
     if not dist.is_initialized():
+        # Imported later, as by an optimizer's first step, it keeps the group for good, as a default of its functions.
+        import torch.distributed.nn.functional  # noqa: F401
+
         try:
             # Unlike init_method="env://", it gives each try of torchrun keys of its own, where the store is that of its
             # rendezvous: no addresses are left of processes before a restart.
@@ -279,18 +285,27 @@ class _Joined:
 def leave() -> None:
     """End the process group that ``join`` has made, as NCCL asks for; after an error others may be gone."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
-        _see_off()
+        joined = _Joined.of_this_process()
+        # Gloo's threads take the interpreter's lock to let go of tensors: if that comes as the interpreter ends, they
+        # abort the process. A rank that ends alone keeps them, as its connections are to end with it, not before:
+        # else others would fail first, and be named.
+        if joined.group is not None and _all_end(joined.group):
+            joined.group.close()
+            joined.group = joined.world = None
         dist.destroy_process_group()
 
 
-def _see_off() -> None:
-    """Have rank 0 stay until the others end, where its process has the store: they may have notes of its to read."""
-    group = joined()
-    if group is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has the store
-        return
+def _all_end(group: Group) -> bool:
+    """Tell whether all ranks come to their end; rank 0 stays for the others where its process has their notes."""
+    has_store = group.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun has it
+    limit, has_met = time.monotonic() + (_END_S if has_store else _MEET_S), False
     with suppress(RankError):
-        if group.rank:
-            group.leave_note(f"rank {group.rank} ends", "")
-        else:
-            for rank in range(1, group.size):
-                group.read_note(f"rank {rank} ends", _END_S)
+        group.leave_note(f"rank {group.rank} ends", "")
+        for rank in range(group.size):
+            group.read_note(f"rank {rank} ends", limit - time.monotonic())
+        has_met = True
+    with suppress(RankError):
+        group.leave_note(f"rank {group.rank} leaves", "")
+        for rank in range(group.size) if has_store else ():
+            group.read_note(f"rank {rank} leaves", limit - time.monotonic())
+    return has_met
