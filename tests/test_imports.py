@@ -15,7 +15,7 @@ from tests.source import ROOT, tree_of
 
 LAYERS = [
     {"errors", "torch_private"},
-    {"tree", "units", "keys", "folders", "child", "exit_codes", "progress"},
+    {"tree", "units", "keys", "folders", "child", "named", "exit_codes", "progress"},
     {"ranks"},
     {"devices"},
     {"comm", "watchdog"},
