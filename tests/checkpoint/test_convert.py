@@ -115,7 +115,7 @@ def test_small_parts_of_large_memory_are_written_alone(tmp_path: Path) -> None:
 def test_a_living_conversion_to_the_same_file_goes_on(tmp_path: Path) -> None:
     torch.save(Net(1).state_dict(), tmp_path / "a.pt")
     with directory.replacing(tmp_path / "b.pt", is_file=True) as temporary:
-        with pytest.raises(CheckpointBusyError, match="another saver is writing"):
+        with pytest.raises(CheckpointBusyError, match="^Another saver is writing"):
             convert(tmp_path / "a.pt", tmp_path / "b.pt")
         torch.save(Net(2).state_dict(), temporary)
     assert names_in(tmp_path) == {"a.pt", "b.pt"}

@@ -95,8 +95,8 @@ def hold_lock(path: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout as cause:
         raise CheckpointBusyError(
-            f"save: another saver is writing to {path.parent}, as {path.name} there is locked. Wait for it, or save "
-            f"each run to a directory of its own."
+            f"Another saver is writing to {path.parent}: {path.name} there is locked. Wait for it, or choose another "
+            f"place."
         ) from cause
     try:
         yield
