@@ -77,6 +77,14 @@ class PythonShuffled(BatchSampler):
         return (order[i : i + 5] for i in range(0, NUM, 5))
 
 
+class Peeking(DataLoader):
+    """Looks at a batch, and begins again."""
+
+    def __iter__(self):
+        next(super().__iter__())
+        yield from super().__iter__()
+
+
 class OwnSeed(RandomSampler):
     """An order that differs by rank, however ranks are seeded."""
 
@@ -94,6 +102,7 @@ MAKE = {
     "in order": lambda: DataLoader(Numbers(), 5),
     "shuffled": lambda: DataLoader(Numbers(), 5, shuffle=True),
     "short last batch": lambda: DataLoader(Numbers(11), 5, shuffle=True),
+    "looked at before": lambda: Peeking(Numbers(11), 5, shuffle=True),
     "dropped last batch": lambda: DataLoader(Numbers(), 5, shuffle=True, drop_last=True),
     "a generator": lambda: DataLoader(Numbers(), 5, shuffle=True, generator=torch.Generator().manual_seed(place()[0])),
     "a batch sampler": lambda: DataLoader(Numbers(), batch_sampler=PythonShuffled(range(NUM), 5, False)),

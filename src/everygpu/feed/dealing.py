@@ -89,6 +89,10 @@ class Dealing:
             self._are_empty.append(not own)
             yield own or indices[:1]
 
+    def restart(self) -> None:
+        """Forget what was cut of an order that begins again."""
+        self._are_empty.clear()
+
     def take(self, batch: Any, dim: int = 0) -> Any:
         """Return this rank's rows of what the loader has given; called for each batch, in order."""
         if self.kind == "indexed":

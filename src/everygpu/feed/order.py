@@ -247,6 +247,8 @@ class _OrderSampler:
             self._order = self._draw(None)
         elif self._is_begun:
             self._pass.drawn.clear()
+            if self._cuts is not None:
+                self._cuts.restart()
             self._order = self._draw(self._start)
         self.is_asked = True
         return self._order
