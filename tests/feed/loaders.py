@@ -10,6 +10,14 @@ from everygpu import gather
 CPU = torch.device("cpu")
 
 
+class Peeking(DataLoader):
+    """Looks at a batch, and begins again."""
+
+    def __iter__(self):
+        next(super().__iter__())
+        yield from super().__iter__()
+
+
 def batches(num, size=6):
     return [(torch.full((size, 3), float(i)), torch.arange(size) + i) for i in range(num)]
 

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 import everygpu
 from everygpu.errors import RankError
 from everygpu.ranks.membership import find_membership
+from tests.feed.loaders import Peeking
 
 NUM = 23
 
@@ -75,14 +76,6 @@ class PythonShuffled(BatchSampler):
     def __iter__(self):
         order = random.sample(range(NUM), NUM)
         return (order[i : i + 5] for i in range(0, NUM, 5))
-
-
-class Peeking(DataLoader):
-    """Looks at a batch, and begins again."""
-
-    def __iter__(self):
-        next(super().__iter__())
-        yield from super().__iter__()
 
 
 class OwnSeed(RandomSampler):

@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 import everygpu
 from everygpu import Feeder
 from everygpu.errors import CheckpointMismatchError, OptionError
+from tests.feed.loaders import Peeking
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -411,14 +412,6 @@ class Tenfold(DataLoader):
     def __iter__(self):
         for (x,) in super().__iter__():
             yield (x * 10,)
-
-
-class Peeking(DataLoader):
-    """Looks at a batch, and begins again."""
-
-    def __iter__(self):
-        next(super().__iter__())
-        yield from super().__iter__()
 
 
 class Endless(DataLoader):
