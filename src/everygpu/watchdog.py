@@ -6,6 +6,7 @@ Nothing here imports torch: ``everygpu run`` watches before a script has loaded 
 import atexit
 import ctypes
 import faulthandler
+import gc
 import math
 import os
 import socket
@@ -193,12 +194,23 @@ class Threads:
     """Where the threads are that are in an operation or in torch's backward: the same as before, nothing has moved."""
 
     def __init__(self) -> None:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        open_now = progress().operations.copy()
+        # Until 3.11.9, Python may collect garbage while it makes the frames of other threads. Where a finalizer lets
+        # them go on, the process deadlocks, or reads frames that are gone (CPython's issues 106883, 111363).
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._look_at_all()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _look_at_all(self) -> None:
         self.places: list[str] = []
         self.wait_for_ranks = True
         self._state: list[Any] = [progress().num_begun]
         self._roots: list[Any] = []
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        open_now = progress().operations.copy()
         for ident, frame in sys._current_frames().items():
             operation, name = open_now.get(ident), names.get(ident, "Dummy-")
             stack, is_backward = self._look(frame)

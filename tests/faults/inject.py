@@ -120,6 +120,8 @@ def fork(work: Callable[[], object]) -> int:
     status = 1
     try:
         torch.set_num_threads(1)  # OpenMP's threads were not forked with it: they would be waited for
+        # Torch makes autograd's engine anew in a fork, without a lock: two threads that come first at once would crash.
+        torch.ones((), requires_grad=True).square().backward()
         work()
         status = 0
     finally:

@@ -1,6 +1,7 @@
 """A replica, a backward or a rank that stands still is named, and the run ends with code 6."""
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from everygpu.errors import OptionError
 from everygpu.exit_codes import REASON_FILE, STUCK
 from everygpu.progress import progress, running
 from everygpu.ranks.group import join
+from everygpu.watchdog import Threads
 from tests.cli.runs import command_of
 from tests.faults.hanging import Net, make_batch, wait_for_ever
 from tests.faults.inject import fork
@@ -354,6 +358,44 @@ def test_watches_end_in_any_order() -> None:
     second.close()
     assert not progress().is_watched
     assert sys.excepthook is hook
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_frames_of_threads_are_read(collects: bool) -> None:
+    amid: list[str] = []
+    is_there, is_over = threading.Event(), threading.Event()
+
+    def wait(depth: int) -> None:
+        if depth:
+            wait(depth - 1)
+        else:
+            is_there.set()
+            is_over.wait()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            amid.extend([frame.f_code.co_name] * (frame.f_globals.get("__name__") == "everygpu.watchdog"))
+            frame = frame.f_back
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    try:
+        gc.set_threshold(1)
+        if not collects:
+            gc.disable()
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(wait, 50)
+            is_there.wait()
+            Threads()
+            is_over.set()
+            done.result()
+        assert gc.isenabled() is collects
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.set_threshold(*thresholds)
+    assert not amid
 
 
 HUNG_GPU = """
