@@ -121,7 +121,8 @@ def fork(work: Callable[[], object]) -> int:
     try:
         torch.set_num_threads(1)  # OpenMP's threads were not forked with it: they would be waited for
         # Torch makes autograd's engine anew in a fork, without a lock: two threads that come first at once would crash.
-        torch.ones((), requires_grad=True).square().backward()
+        # No backward: after one of the parent's on a GPU, torch forbids it.
+        torch.ones((), requires_grad=True).square()
         work()
         status = 0
     finally:

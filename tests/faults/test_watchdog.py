@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -373,10 +372,8 @@ def test_nothing_is_collected_while_frames_of_threads_are_read(collects: bool) -
             is_over.wait()
 
     def note(phase: str, info: dict[str, int]) -> None:
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            amid.extend([frame.f_code.co_name] * (frame.f_globals.get("__name__") == "everygpu.watchdog"))
-            frame = frame.f_back
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+        amid.extend(f.f_code.co_name for f in frames if f.f_globals.get("__name__") == "everygpu.watchdog")
 
     thresholds = gc.get_threshold()
     gc.callbacks.append(note)
