@@ -1,10 +1,9 @@
-"""What every private name of torch's must do.
-
-A test that fails with a new version of torch says what that has changed; see ``everygpu.torch_private``.
-"""
+"""What every private name of torch's must do."""
 
 import ast
+import functools
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import everygpu
 from everygpu import torch_private
-from everygpu.torch_private import autograd, compiler, cuda, data, distributed, modes, modules, pytree, tensors
+from everygpu.torch_private import compiler, core
 from tests.private_names import private_names
 
 # Importing torch's compiler warns of torch.jit.
@@ -33,7 +32,7 @@ def public_names(path):
 
 
 def test_every_name_has_a_test():
-    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_torch_private*.py"))
+    source = Path(__file__).read_text()
     for path in FILES:
         assert [n for n in public_names(path) if f"{path.stem}.{n}" not in source] == []
 
@@ -75,19 +74,19 @@ def test_saved_tensor_hooks_can_be_read_left_and_entered_again():
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks
-    seen: autograd.SavedTensorHooks | None = autograd.top_saved_tensor_hooks()
+    seen: core.SavedTensorHooks | None = core.top_saved_tensor_hooks()
     assert seen is None
     with hooks(same, same), hooks(abs, abs):
-        assert autograd.top_saved_tensor_hooks() == (abs, abs)
-        autograd.pop_saved_tensor_hooks()
-        assert autograd.top_saved_tensor_hooks() == (same, same)
-        autograd.push_saved_tensor_hooks(abs, abs)
-        with autograd.without_saved_tensor_hooks() as left:
+        assert core.top_saved_tensor_hooks() == (abs, abs)
+        core.pop_saved_tensor_hooks()
+        assert core.top_saved_tensor_hooks() == (same, same)
+        core.push_saved_tensor_hooks(abs, abs)
+        with core.without_saved_tensor_hooks() as left:
             assert left == [(abs, abs), (same, same)]
-            assert autograd.top_saved_tensor_hooks() is None
-        assert autograd.top_saved_tensor_hooks() == (abs, abs)
+            assert core.top_saved_tensor_hooks() is None
+        assert core.top_saved_tensor_hooks() == (abs, abs)
     with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
-        assert autograd.top_saved_tensor_hooks() is None
+        assert core.top_saved_tensor_hooks() is None
 
 
 def test_a_hook_is_told_about_the_backward_it_runs_in():
@@ -96,13 +95,13 @@ def test_a_hook_is_told_about_the_backward_it_runs_in():
 
     def look(_):
         nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in (x, other)]
-        seen.append((autograd.backward_id() != autograd.NO_BACKWARD, *map(autograd.will_execute, nodes)))
+        seen.append((core.backward_id() != core.NO_BACKWARD, *map(core.will_execute, nodes)))
 
     y = x * 2
     y.register_hook(look)
     y.backward(retain_graph=True)
     assert seen == [(True, True, False)]
-    assert autograd.backward_id() == autograd.NO_BACKWARD
+    assert core.backward_id() == core.NO_BACKWARD
     with pytest.raises(RuntimeError, match="leaf node"):
         torch.autograd.grad(y, x)
 
@@ -111,7 +110,7 @@ def test_transformations_are_told():
     seen = []
 
     def look(x):
-        seen.append((autograd.is_transforming(), bool(autograd.are_transforms_active())))
+        seen.append((core.is_transforming(), bool(core.are_transforms_active())))
         return x
 
     look(torch.ones(1))
@@ -127,28 +126,28 @@ def test_transformations_are_told():
 def test_after_backward_calls_when_all_gradients_are_there():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
-    x.register_hook(lambda _: autograd.after_backward(lambda: seen.append((x.grad, y.grad))))
+    x.register_hook(lambda _: core.after_backward(lambda: seen.append((x.grad, y.grad))))
     ((x * y).exp() * x).sum().backward()
     assert [[g is not None for g in row] for row in seen] == [[True, True]]
     with pytest.raises(RuntimeError):
-        autograd.after_backward(seen.clear)
+        core.after_backward(seen.clear)
 
 
 def test_device_constructors_are_what_takes_the_default_device():
-    found = modes.device_constructors()
+    found = core.device_constructors()
     assert {torch.ones, torch.arange, torch.tensor, torch.randn, torch.empty} <= found
     assert torch.relu not in found
     assert torch.ones_like not in found
 
 
 def test_function_modes_are_carried():
-    device = modes.DeviceContext(torch.device("cpu"))
-    assert modes.function_modes() == []
-    modes.push_function_mode(device)
-    assert modes.function_modes() == [device]
-    modes.pop_function_mode()
+    device = core.DeviceContext(torch.device("cpu"))
+    assert core.function_modes() == []
+    core.push_function_mode(device)
+    assert core.function_modes() == [device]
+    core.pop_function_mode()
     with torch.device("meta"):
-        assert [type(mode) for mode in modes.function_modes()] == [modes.DeviceContext]
+        assert [type(mode) for mode in core.function_modes()] == [core.DeviceContext]
 
 
 class Seen(torch.Tensor):
@@ -162,8 +161,8 @@ class Seen(torch.Tensor):
 
 
 def test_subclasses_are_not_asked():
-    with modes.without_torch_function():
-        seen = tensors.make_wrapper_subclass(Seen, (2,), dtype=torch.float32, device="cpu")
+    with core.without_torch_function():
+        seen = core.make_wrapper_subclass(Seen, (2,), dtype=torch.float32, device="cpu")
         assert seen.shape == (2,)
         with pytest.raises(AssertionError, match="dispatched"):
             torch.ops.aten.add.Tensor(seen, 1)
@@ -176,15 +175,15 @@ def test_dispatch_modes_are_counted():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     seen = []
-    assert modes.num_dispatch_modes() == 0
-    with modes.TorchDispatchMode():
-        seen.append(modes.is_tracing())
-        assert modes.num_dispatch_modes() == 1
-        with modes.without_dispatch_modes():
-            assert modes.num_dispatch_modes() == 0
+    assert core.num_dispatch_modes() == 0
+    with core.TorchDispatchMode():
+        seen.append(core.is_tracing())
+        assert core.num_dispatch_modes() == 1
+        with core.without_dispatch_modes():
+            assert core.num_dispatch_modes() == 0
     with FakeTensorMode():
-        seen.append(modes.is_tracing())
-    make_fx(lambda x: (seen.append(modes.is_tracing()), x)[1])(torch.ones(1))
+        seen.append(core.is_tracing())
+    make_fx(lambda x: (seen.append(core.is_tracing()), x)[1])(torch.ones(1))
     assert seen == [False, True, True]
 
 
@@ -196,13 +195,13 @@ class Inverting(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        with modes.reading_lazy_values():
+        with core.reading_lazy_values():
             return torch.linalg.pinv(MATRIX)
 
 
 def test_lazy_values_are_read_below_dispatch():
-    seen = tensors.make_wrapper_subclass(Inverting, (1,), dtype=torch.complex64, device="cpu")
-    with modes.without_torch_function():
+    seen = core.make_wrapper_subclass(Inverting, (1,), dtype=torch.complex64, device="cpu")
+    with core.without_torch_function():
         torch.testing.assert_close(torch.neg(seen), torch.linalg.pinv(MATRIX))
 
 
@@ -212,7 +211,7 @@ def test_lazy_values_are_read_below_dispatch():
 def test_two_tensors_are_exchanged():
     x, y = torch.zeros(2), torch.ones(3)
     view = x[:1]
-    tensors.swap_tensors(x, y)
+    core.swap_tensors(x, y)
     assert (x.tolist(), y.tolist(), view.tolist()) == ([1, 1, 1], [0, 0], [0])
     y.fill_(2)
     assert view.tolist() == [2]
@@ -220,45 +219,45 @@ def test_two_tensors_are_exchanged():
 
 def test_memory_is_shown_as_another_tensor():
     x = torch.ones(2, requires_grad=True) * 2
-    alias = tensors.reshape_alias(x, x.shape, x.stride())
+    alias = core.reshape_alias(x, x.shape, x.stride())
     assert alias.data_ptr() == x.data_ptr()
     assert alias._base is x
-    seen = tensors.make_subclass(nn.Parameter, x.detach())
+    seen = core.make_subclass(nn.Parameter, x.detach())
     assert type(seen) is nn.Parameter
     assert seen.data_ptr() == x.data_ptr()
 
 
 def test_a_pointer_into_nothing_raises():
-    empty = tensors.make_wrapper_subclass(Seen, (2,), dtype=torch.float32, device="cpu")
-    tensors.throw_on_data_ptr(empty)
-    with pytest.raises((RuntimeError, AssertionError)), modes.without_torch_function():
+    empty = core.make_wrapper_subclass(Seen, (2,), dtype=torch.float32, device="cpu")
+    core.throw_on_data_ptr(empty)
+    with pytest.raises((RuntimeError, AssertionError)), core.without_torch_function():
         empty.data_ptr()
 
 
 def test_uses_of_a_storage_are_counted():
     x = torch.ones(4)
-    before = tensors.num_storage_uses(x)
+    before = core.num_storage_uses(x)
     view = x[1:]
-    assert tensors.num_storage_uses(x) == before + 1
+    assert core.num_storage_uses(x) == before + 1
     del view
-    assert tensors.num_storage_uses(x) == before
+    assert core.num_storage_uses(x) == before
 
 
 def test_lists_of_tensors():
     xs = [torch.tensor([3.0, 4.0]), torch.tensor([6.0])]
-    assert [n.item() for n in tensors.foreach_norm(xs)] == [5, 6]
-    tensors.foreach_mul_(xs, 2)
+    assert [n.item() for n in core.foreach_norm(xs)] == [5, 6]
+    core.foreach_mul_(xs, 2)
     into = [torch.empty(2), torch.empty(1)]
-    tensors.foreach_copy_(into, xs)
+    core.foreach_copy_(into, xs)
     assert [t.tolist() for t in into] == [[6, 8], [12]]
 
 
 @pytest.mark.parametrize(("grad", "left", "scale"), [(8.0, 4.0, 6.0), (float("inf"), float("inf"), 1.5)])
 def test_a_loss_scale_is_undone_and_updated(grad, left, scale):
     grads, found, now = [torch.tensor([grad])], torch.zeros(1), torch.tensor([3.0])
-    tensors.unscale_(grads, found, torch.tensor([0.5]))
+    core.unscale_(grads, found, torch.tensor([0.5]))
     assert grads[0].item() == left
-    tensors.update_scale_(now, torch.zeros(1, dtype=torch.int32), found, 2.0, 0.5, 1)
+    core.update_scale_(now, torch.zeros(1, dtype=torch.int32), found, 2.0, 0.5, 1)
     assert now.item() == scale
 
 
@@ -266,28 +265,28 @@ def test_a_loss_scale_is_undone_and_updated(grad, left, scale):
 
 
 def test_base_classes_of_normalisation():
-    assert issubclass(nn.InstanceNorm2d, modules.NormBase)
-    assert issubclass(modules.BatchNorm, modules.NormBase)
-    assert isinstance(nn.SyncBatchNorm(1), modules.BatchNorm)
+    assert issubclass(nn.InstanceNorm2d, core.NormBase)
+    assert issubclass(core.BatchNorm, core.NormBase)
+    assert isinstance(nn.SyncBatchNorm(1), core.BatchNorm)
 
 
 def test_iterators_of_a_loader():
     iterator = iter(DataLoader([1, 2]))
-    assert isinstance(iterator, data.LoaderIterator)
+    assert isinstance(iterator, core.LoaderIterator)
     torch._C._set_worker_pids(id(iterator), ())
-    data.remove_worker_pids(id(iterator))
+    core.remove_worker_pids(id(iterator))
     with pytest.raises(ValueError, match="Cannot find worker information"):
-        data.remove_worker_pids(id(iterator))
+        core.remove_worker_pids(id(iterator))
 
 
 def test_trees_of_containers():
     tree = {"a": [1, 2.0]}
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = core.tree_flatten(tree)
     assert leaves == [1, 2.0]
-    assert pytree.tree_unflatten(leaves, spec) == tree
-    assert pytree.tree_map_only(int, str, tree) == {"a": ["1", 2.0]}
-    assert pytree.SUPPORTED_NODES[list].flatten_fn([3])[0] == [3]
-    stopped, _ = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    assert core.tree_unflatten(leaves, spec) == tree
+    assert core.tree_map_only(int, str, tree) == {"a": ["1", 2.0]}
+    assert core.SUPPORTED_NODES[list].flatten_fn([3])[0] == [3]
+    stopped, _ = core.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     assert stopped == [[1, 2.0]]
 
 
@@ -295,7 +294,7 @@ def test_trees_of_containers():
 
 
 @pytest.mark.parametrize(
-    "function", [cuda.route_stream_to_pool, cuda.end_route_to_pool, cuda.release_pool, cuda.clear_cublas_workspaces]
+    "function", [core.route_stream_to_pool, core.end_route_to_pool, core.release_pool, core.clear_cublas_workspaces]
 )
 def test_names_of_the_allocator(function):
     """Builds without CUDA lack them; those names that a build may have are listed for torch's compiler."""
@@ -305,8 +304,8 @@ def test_names_of_the_allocator(function):
 
 
 def test_libraries_are_told():
-    assert cuda.has_nccl() is hasattr(torch._C, "_nccl_version") is hasattr(torch._C, "_nccl_broadcast")
-    assert cuda.has_triton() in (True, False)
+    assert core.has_nccl() is hasattr(torch._C, "_nccl_version") is hasattr(torch._C, "_nccl_broadcast")
+    assert core.has_triton() in (True, False)
 
 
 @pytest.mark.gpu
@@ -319,16 +318,16 @@ def test_memory_comes_from_a_pool_on_one_stream_in_every_thread():
             made.append(torch.ones(2**20, device=device))
 
     with torch.cuda.stream(stream):
-        cuda.route_stream_to_pool(device, pool)
+        core.route_stream_to_pool(device, pool)
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    cuda.end_route_to_pool(device, pool)
-    cuda.clear_cublas_workspaces()
+    core.end_route_to_pool(device, pool)
+    core.clear_cublas_workspaces()
     found = {s["segment_pool_id"] for s in torch.cuda.memory_snapshot() if s["address"] == made[0].data_ptr()}
     assert found == {pool}
     made.clear()
-    cuda.release_pool(device, pool)
+    core.release_pool(device, pool)
 
 
 # compiler
@@ -394,7 +393,7 @@ def test_graphs_are_compiled_by_inductor(monkeypatch):
 
 
 def test_only_private_names_are_listed():
-    assert "torch._C._storage_Use_Count" in private_names(FOLDER / "tensors.py")
+    assert "torch._C._storage_Use_Count" in private_names(FOLDER / "core.py")
     assert private_names(Path(everygpu.__file__)) == set()
 
 
@@ -402,11 +401,11 @@ def test_frames_of_checkpoints():
     found = []
 
     def region(x):
-        found.append(autograd.checkpoint_frames())
+        found.append(core.checkpoint_frames())
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
-    assert autograd.checkpoint_frames() == ([], None)
+    assert core.checkpoint_frames() == ([], None)
     checkpoint(region, x, use_reentrant=False).sum().backward()
     (frames, none), (others, again) = found
     assert (len(frames), none, others) == (1, None, [])
@@ -416,17 +415,17 @@ def test_frames_of_checkpoints():
 def test_batched_tensors_are_told_from_others():
     x, seen = torch.ones(2, requires_grad=True), []
     y = x * 2
-    y.register_hook(lambda grad: seen.append(autograd.are_batched([grad])))
+    y.register_hook(lambda grad: seen.append(core.are_batched([grad])))
     y.sum().backward(retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
     torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(torch.ones(3, 2))
     assert seen == [False, True, True]
-    assert not autograd.are_batched([None, torch.ones(1)])
-    assert autograd.are_batched([]) is False
+    assert not core.are_batched([None, torch.ones(1)])
+    assert core.are_batched([]) is False
 
 
 def test_ranks_that_are_not_there():
-    with distributed.fake_ranks(5):
+    with core.fake_ranks(5):
         x = torch.ones(2)
         torch.distributed.all_reduce(x)
         assert torch.distributed.get_world_size() == 5
@@ -437,8 +436,8 @@ def test_the_store_of_a_process_group(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        distributed.default_store().set("key", "value")
-        assert distributed.default_store().get("key") == b"value"
+        core.default_store().set("key", "value")
+        assert core.default_store().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()
 
@@ -446,4 +445,72 @@ def test_the_store_of_a_process_group(tmp_path):
 def test_a_flat_state_is_nested_again():
     state = {"model.weight": 1, "optimizer.0": 2}
     places = {"model.weight": ("model", "weight"), "optimizer.0": ("optimizer", 0)}
-    assert distributed.unflatten(state, places) == {"model": {"weight": 1}, "optimizer": [2]}
+    assert core.unflatten(state, places) == {"model": {"weight": 1}, "optimizer": [2]}
+
+
+def test_a_trace_shows_what_a_function_writes_and_reads():
+    found, kept = {}, []
+
+    def backend(graph, inputs):
+        trace = compiler.current_trace()
+        effects = trace.side_effects
+        written = [v for v in compiler.modified_variables(effects) if compiler.is_from_before(v)]
+        found.update(objects=compiler.traced_objects(trace), code=compiler.traced_code(trace), written=len(written))
+        found["constants"] = [compiler.written_constants(effects, v) for v in written]
+        found["rest"] = trace.random_calls, effects.tensor_hooks, effects.store_attr_mutations, trace.root_tx.f_globals
+        return graph.forward
+
+    cached = functools.lru_cache(lambda: 1)  # as Dynamo warns of
+
+    def function(layer, x):
+        kept.append(cached())
+        layer.size = 3
+        return layer(x) if not torch.compiler.is_compiling() else x
+
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    with (
+        compiler.recorded_answers(),
+        compiler.traced_context_vars(),
+        compiler.without_warnings(),
+        compiler.scoped_config({"trace_numpy": False, "no such setting": 1}),
+    ):
+        torch.compile(function, backend=backend)(layer, x)
+    assert found["written"] == 2
+    assert [rows for rows in found["constants"] if rows] == [[(layer, "size", 3)]]
+    assert any(value is layer for value in found["objects"])
+    assert {function.__code__, nn.Linear.forward.__code__} <= set(found["code"])
+    assert found["rest"][:2] == ([], {})
+    assert found["rest"][3] is globals()
+    (entry,) = compiler.cache_entries(function.__code__)
+    assert not entry.guard_manager.check({"layer": layer, "x": x})  # ``kept`` is longer now
+    compiler.drop_code(function.__code__)
+    assert compiler.cache_entries(function.__code__) == []
+    assert torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")(torch.zeros(())) == 1
+
+
+def test_operators_of_a_higher_order_are_told():
+    assert compiler.is_higher_order(torch.ops.higher_order.cond)
+    assert not compiler.is_higher_order(torch.ops.aten.add.Tensor)
+
+
+def test_context_variables_are_traced():
+    read, kept = ContextVar("read", default=3), ContextVar("kept")
+    found = {}
+
+    def backend(graph, inputs):
+        trace = compiler.current_trace()
+        found.update(reads=compiler.context_var_reads(trace), open=compiler.open_context_vars(trace))
+        return graph
+
+    def run(x):
+        token = kept.set(x * 2)
+        y = kept.get() * read.get()
+        kept.reset(token)
+        kept.set(1)
+        return y
+
+    with compiler.traced_context_vars():
+        ours = torch.compile(run, backend=backend, fullgraph=True)(torch.ones(2))
+    torch.testing.assert_close(ours, torch.full((2,), 6.0))
+    assert found == {"reads": {read: 3}, "open": ["kept"]}
+    assert (compiler.value_in_context(read), compiler.value_in_context(kept)) == (3, ...)

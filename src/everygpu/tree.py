@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from everygpu.torch_private.pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
+from everygpu.torch_private.core import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
 _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 # torch.Size and PackedSequence are tuples whose items make sense only together.

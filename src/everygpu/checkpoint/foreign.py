@@ -20,7 +20,7 @@ from torch import Tensor
 from everygpu.checkpoint.format import cut, damaged, opened, read_json, read_safetensors
 from everygpu.checkpoint.parts import Contents, sort_document
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError, CheckpointNotFoundError
-from everygpu.torch_private.distributed import unflatten
+from everygpu.torch_private.core import unflatten
 
 METADATA = ".metadata"
 _RECORDS = "torch.distributed.checkpoint.metadata"

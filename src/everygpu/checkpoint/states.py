@@ -29,7 +29,7 @@ from everygpu.checkpoint.values import Json, encode, identity
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from everygpu.keys import bare_key, match_names
 from everygpu.parallel.fully_sharded.shards import is_shard, part_like, take_parts
-from everygpu.torch_private.modules import NormBase
+from everygpu.torch_private.core import NormBase
 from everygpu.tree import map_leaves
 
 logger = logging.getLogger("everygpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everygpu.comm import copies, nccl, staged
 from everygpu.devices.p2p import reach_each_other, trusted_peers
-from everygpu.torch_private.cuda import has_triton as has_triton
+from everygpu.torch_private.core import has_triton as has_triton
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.cuda import nccl
 
-from everygpu.torch_private.cuda import has_nccl
+from everygpu.torch_private.core import has_nccl
 
 # NCCL's own state is per process: communicators are kept by torch, one for each list of devices.
 _one_at_a_time = threading.Lock()

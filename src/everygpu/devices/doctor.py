@@ -13,7 +13,7 @@ from everygpu.devices import nvml, p2p
 from everygpu.devices.nvml import DeviceSample, DriverSample, NvmlFailure
 from everygpu.devices.p2p import Pair, PairReport
 from everygpu.devices.visible import has_known_order
-from everygpu.torch_private.cuda import has_nccl
+from everygpu.torch_private.core import has_nccl
 from everygpu.units import format_size
 
 State = Literal["ok", "note", "warning", "error"]

@@ -21,7 +21,7 @@ from everygpu.feed.order import Order
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.ranks.lockstep import Lockstep
-from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
+from everygpu.torch_private.core import LoaderIterator, remove_worker_pids
 
 GRACE_S = 5.0
 """How long a loader's next() may take to return when the loop is left."""

@@ -29,7 +29,7 @@ from everygpu.errors import CheckpointMismatchError, OptionError
 from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, samplers_of, say_once
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.ranks.group import Group, join
-from everygpu.torch_private.data import LoaderIterator
+from everygpu.torch_private.core import LoaderIterator
 
 logger = logging.getLogger("everygpu")
 

@@ -16,8 +16,7 @@ from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward
-from everygpu.torch_private.autograd import backward_id, checkpoint_frames, without_saved_tensor_hooks
-from everygpu.torch_private.modules import BatchNorm
+from everygpu.torch_private.core import BatchNorm, backward_id, checkpoint_frames, without_saved_tensor_hooks
 
 Module = TypeVar("Module", bound=nn.Module)
 ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "RegionStatistics"]

@@ -4,7 +4,7 @@ import torch
 
 from everygpu.errors import CallError
 from everygpu.parallel.compiler.eval_frame import left_to_run
-from everygpu.torch_private.autograd import are_transforms_active, is_transforming
+from everygpu.torch_private.core import are_transforms_active, is_transforming
 
 
 def check_transforms() -> None:

@@ -20,7 +20,7 @@ from everygpu.errors import RankError
 from everygpu.progress import running
 from everygpu.ranks.first_batch import FirstBatch
 from everygpu.ranks.membership import Membership, find_membership
-from everygpu.torch_private.distributed import default_store
+from everygpu.torch_private.core import default_store
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from everygpu.step.finite_check import MADE, PARTLY
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor, norm_of, norms_of
-from everygpu.torch_private.tensors import unscale_
+from everygpu.torch_private.core import unscale_
 
 _LOSS = -1
 """Stands among the buckets for what is done when the loss is there."""

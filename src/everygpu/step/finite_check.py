@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.errors import NonFiniteError
 from everygpu.exit_codes import BAD_NUMBERS, tell_reason
-from everygpu.torch_private.modules import NormBase
-from everygpu.torch_private.tensors import foreach_copy_
+from everygpu.torch_private.core import NormBase, foreach_copy_
 
 logger = logging.getLogger("everygpu")
 

@@ -15,7 +15,7 @@ from everygpu.parallel.buckets.memory import make_twins, put_back, same_bytes, v
 from everygpu.parallel.buckets.plan import BucketPlan, KeptBucket, plan_buckets
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.replicas.module_tree import has_hooks
-from everygpu.torch_private.tensors import num_storage_uses
+from everygpu.torch_private.core import num_storage_uses
 
 PerDevice = list[Tensor]
 

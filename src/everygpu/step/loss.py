@@ -16,7 +16,7 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
-from everygpu.torch_private.autograd import will_execute
+from everygpu.torch_private.core import will_execute
 
 
 def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, with_loss: bool) -> Batch:

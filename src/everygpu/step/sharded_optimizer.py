@@ -18,7 +18,7 @@ from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
 from everygpu.step.flat_parameters import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
-from everygpu.torch_private.tensors import foreach_copy_
+from everygpu.torch_private.core import foreach_copy_
 
 _OWNER = "_everygpu_sharded"
 """Attribute of a stock optimizer: the object that has its state."""

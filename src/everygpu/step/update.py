@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.torch_private.tensors import foreach_mul_, foreach_norm, unscale_, update_scale_
+from everygpu.torch_private.core import foreach_mul_, foreach_norm, unscale_, update_scale_
 
 GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 2.0**16
 """``torch.amp.GradScaler``'s defaults."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from everygpu.parallel.compiler.whole_graph import WholeGraph
-from everygpu.torch_private.dynamo import cache_entries
+from everygpu.torch_private.compiler import cache_entries
 
 # Importing torch's compiler warns of torch.jit.
 pytestmark = [

@@ -21,7 +21,7 @@ from everygpu import parallel_apply
 from everygpu.errors import DeviceError, OptionError, ReplicaError
 from everygpu.parallel.engines.scheduler import barrier
 from everygpu.parallel.engines.threads import Workers
-from everygpu.torch_private.autograd import top_saved_tensor_hooks
+from everygpu.torch_private.core import top_saved_tensor_hooks
 
 CPU = torch.device("cpu")
 SHARED = [CPU] * 3

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.parallel.sharded.rules import call_on_parts
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.core import without_torch_function
 from tests.parallel.batches import Rows, assert_same_call, lay_out, numbers
 from tests.parallel.sharded.uses import C, Use, ones
 

@@ -13,7 +13,7 @@ from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
 from everygpu.parallel.buckets.memory import Grads, stand_ins, versions_of
 from everygpu.parallel.buckets.plan import plan_bucket
-from everygpu.torch_private.autograd import are_batched
+from everygpu.torch_private.core import are_batched
 
 ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from everygpu.torch_private.tensors import foreach_copy_, make_subclass
+from everygpu.torch_private.core import foreach_copy_, make_subclass
 
 Grads = Sequence[Tensor | None]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
-from everygpu.torch_private.dynamo import (
+from everygpu.torch_private.compiler import (
     is_from_before,
     is_higher_order,
     modified_variables,

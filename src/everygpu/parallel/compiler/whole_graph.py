@@ -32,7 +32,7 @@ from everygpu.parallel.compiler.recordable_graph import (
 )
 from everygpu.parallel.cuda_graphs.guards import torch_settings
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.torch_private.dynamo import (
+from everygpu.torch_private.compiler import (
     cache_entries,
     context_var_reads,
     current_trace,

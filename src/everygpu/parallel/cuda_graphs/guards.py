@@ -14,8 +14,7 @@ from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.remap import cell_contents
 from everygpu.parallel.replicas.snapshot import Contents, Search, Snapshot, is_open
-from everygpu.torch_private.autograd import top_saved_tensor_hooks
-from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
+from everygpu.torch_private.core import DeviceContext, function_modes, num_dispatch_modes, top_saved_tensor_hooks
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everygpu.torch_private.modes import TorchDispatchMode
-from everygpu.torch_private.pytree import tree_flatten
+from everygpu.torch_private.core import TorchDispatchMode, tree_flatten
 
 
 class DrawGate:

@@ -17,7 +17,7 @@ from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
 from everygpu.parallel.sharded.hooks import mark_recorded
-from everygpu.torch_private.autograd import are_batched
+from everygpu.torch_private.core import are_batched
 
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""

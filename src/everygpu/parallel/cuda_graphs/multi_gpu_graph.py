@@ -13,7 +13,7 @@ from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.progress import running
-from everygpu.torch_private.cuda import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
+from everygpu.torch_private.core import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
 
 T = TypeVar("T")
 

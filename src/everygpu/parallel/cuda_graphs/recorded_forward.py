@@ -45,7 +45,7 @@ from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.sharded.hooks import mark_alias
 from everygpu.parallel.sharded.layout import DeviceWeights
-from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
+from everygpu.torch_private.core import after_backward, backward_id, is_transforming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

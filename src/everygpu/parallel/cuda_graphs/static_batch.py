@@ -16,8 +16,7 @@ from everygpu.parallel.scatter.batch_types import batch_type
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device, name_arguments
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
-from everygpu.torch_private.modes import without_torch_function
-from everygpu.torch_private.pytree import SUPPORTED_NODES
+from everygpu.torch_private.core import SUPPORTED_NODES, without_torch_function
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types of values that a recording bakes in."""

@@ -22,7 +22,7 @@ from everygpu.parallel.engines.engine import Engine, ModuleCall
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
 from everygpu.progress import running
-from everygpu.torch_private.modes import DeviceContext
+from everygpu.torch_private.core import DeviceContext
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 

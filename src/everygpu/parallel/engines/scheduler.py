@@ -11,7 +11,7 @@ import torch
 from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.progress import running
-from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
+from everygpu.torch_private.core import NO_BACKWARD, backward_id
 
 Combine = Callable[[list[Any]], list[Any]]
 """From the value of each replica, in order, to the result of each."""

@@ -15,13 +15,14 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from everygpu.comm.streams import queueing_on
-from everygpu.torch_private.autograd import SavedTensorHooks, top_saved_tensor_hooks
-from everygpu.torch_private.modes import (
+from everygpu.torch_private.core import (
     DeviceContext,
+    SavedTensorHooks,
     device_constructors,
     function_modes,
     pop_function_mode,
     push_function_mode,
+    top_saved_tensor_hooks,
 )
 
 T = TypeVar("T")

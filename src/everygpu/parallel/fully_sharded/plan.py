@@ -17,7 +17,7 @@ from everygpu.parallel.fully_sharded.groups import find_groups, num_parameters
 from everygpu.parallel.fully_sharded.options import LEVELS, PRECISIONS, Sharding
 from everygpu.parallel.fully_sharded.shards import local_part
 from everygpu.parallel.fully_sharded.wrap import apply
-from everygpu.torch_private.distributed import fake_ranks
+from everygpu.torch_private.core import fake_ranks
 
 STATES_BYTES = 8
 """AdamW's, of each element that trains: two moments in float32."""

@@ -17,8 +17,7 @@ from everygpu.errors import CallError
 from everygpu.parallel.buckets.memory import fill_views
 from everygpu.parallel.buckets.plan import BucketPlan, group_by_storage, plan_bucket
 from everygpu.ranks.group import Group
-from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
-from everygpu.torch_private.tensors import foreach_copy_
+from everygpu.torch_private.core import NO_BACKWARD, after_backward, backward_id, foreach_copy_, will_execute
 
 Weight = float | Tensor
 

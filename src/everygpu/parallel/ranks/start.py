@@ -10,7 +10,7 @@ from everygpu.errors import DeviceError
 from everygpu.parallel.buckets.plan import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.ranks.group import Group
-from everygpu.torch_private.tensors import foreach_copy_
+from everygpu.torch_private.core import foreach_copy_
 
 
 def start_alike(group: Group, module: nn.Module) -> None:

@@ -27,8 +27,14 @@ from everygpu.parallel.sharded.layout import (
     same_rows,
     split,
 )
-from everygpu.torch_private.modes import is_tracing, without_dispatch_modes, without_torch_function
-from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
+from everygpu.torch_private.core import (
+    is_tracing,
+    make_wrapper_subclass,
+    reshape_alias,
+    throw_on_data_ptr,
+    without_dispatch_modes,
+    without_torch_function,
+)
 
 
 class Memory:

@@ -20,10 +20,8 @@ from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.hooks import watch_gradient
 from everygpu.parallel.sharded.layout import DeviceWeights, move, move_to_each
 from everygpu.parallel.sharded.rules import HALF, dims_of, sum_parts
-from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.compiler import is_scripted
-from everygpu.torch_private.modes import is_tracing, without_torch_function
-from everygpu.torch_private.pytree import tree_map_only
+from everygpu.torch_private.core import are_transforms_active, is_tracing, tree_map_only, without_torch_function
 
 
 def function_for(func: Any) -> Rule:

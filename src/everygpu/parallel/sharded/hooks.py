@@ -11,8 +11,7 @@ from torch import Tensor
 from everygpu.errors import CallError
 from everygpu.parallel.sharded.batch import Join, ShardedBatch, shards_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs
-from everygpu.torch_private.autograd import after_backward
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.core import after_backward, without_torch_function
 
 _ALIAS, _RECORDED = "everygpu_alias", "everygpu_recorded"
 

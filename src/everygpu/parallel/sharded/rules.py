@@ -25,7 +25,7 @@ from everygpu.parallel.sharded.batch import (
 )
 from everygpu.parallel.sharded.dispatch import Args, Declined, Kwargs, Rule, named, rules_for, written_arguments
 from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
-from everygpu.torch_private.modes import reading_lazy_values
+from everygpu.torch_private.core import reading_lazy_values
 
 HALF = (torch.float16, torch.bfloat16)
 
