@@ -351,9 +351,7 @@ def test_frames_can_be_left_alone():
         seen.append(frame_callback() is not None)
         return below(x) * 2
 
-    compiler.skip_code(skipped.__code__, with_calls=True)
-    compiler.skip_code(partly.__code__, with_calls=False)
-    for function in (skipped, partly):
+    for function in (compiler.not_compiled(skipped), compiler.left_to_run(partly)):
         torch.compile(function, backend=backend)(torch.ones(2))
     assert traced == [1]
     assert seen == [True]

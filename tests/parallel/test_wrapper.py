@@ -19,7 +19,6 @@ from everygpu import DataParallel, Replicated, data_parallel
 from everygpu.devices.parse import device_id
 from everygpu.errors import DeviceError, LossError, ModuleError, OptionError, RankError, SplitError
 from everygpu.keys import unwrap
-from everygpu.parallel import switches
 from tests.parallel.oracle import Mlp, Returning, assert_same, rows
 
 pytestmark = pytest.mark.usefixtures("in_threads")
@@ -541,10 +540,3 @@ def test_train_step_shows_what_it_does(loss, name):
     assert repr(step).startswith(
         f"TrainStep(model=Linear, loss={name}, optimizer=SGD, device_ids=['cpu', 'cpu', 'cpu']"
     )
-
-
-@pytest.mark.parametrize(("version", "on"), [("2.11.0", True), ("2.15.0+cu132", True), ("2.16.0a0", False)])
-def test_switches_are_on_for_versions_of_torch_that_were_tried(monkeypatch, version, on):
-    monkeypatch.setattr(torch, "__version__", version)
-    assert switches.is_on(True) is on
-    assert not switches.is_on(False)

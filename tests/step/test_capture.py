@@ -281,7 +281,7 @@ class Branching(Net):
 def test_the_norm_is_that_of_the_parameters_that_take_part(
     recording: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("everygpu.parallel.buckets.sizes.UPDATE_BYTES", 1)
+    monkeypatch.setattr("everygpu.parallel.buckets.UPDATE_BYTES", 1)
 
     def data(used: list[torch.device]) -> list[Batch]:
         pairs = zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False))

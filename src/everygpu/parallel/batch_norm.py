@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from everygpu import comm
 from everygpu.errors import CallError, CaptureError, ModuleError, ReplicaError
-from everygpu.parallel.buckets.copies import Streams
+from everygpu.parallel.buckets import Streams
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward

@@ -17,9 +17,8 @@ from torch.nn import DataParallel as TorchDataParallel
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, OptionError
-from everygpu.parallel.buckets.sizes import check_bucket_cap, replica_bucket_bytes
-from everygpu.parallel.call import Call, PerReplica, ScatteredArgs
-from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.parallel.buckets import check_bucket_cap, replica_bucket_bytes
+from everygpu.parallel.call import Call, PerReplica, ScatteredArgs, check_transforms
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.engine import Engine, EngineContext, may_launch
 from everygpu.parallel.engines.thread_state import fresh_casts
@@ -29,17 +28,16 @@ from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_ou
 from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
 from everygpu.parallel.fully_sharded.wrap import share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
-from everygpu.parallel.ranks.model import RankModel, own_devices
-from everygpu.parallel.ranks.start import check_devices, start_alike
+from everygpu.parallel.ranks import RankModel, check_devices, own_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
 from everygpu.parallel.scatter.scatter import note_writes, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
-from everygpu.parallel.transforms import check_transforms
 from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import Group, join
+from everygpu.torch_private.compiler import not_compiled
 from everygpu.watchdog import watch_as_told
 
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")

@@ -11,9 +11,16 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.errors import OptimizerError, PlacementError
-from everygpu.parallel.buckets.memory import make_twins, put_back, same_bytes, versions_of
-from everygpu.parallel.buckets.plan import BucketPlan, KeptBucket, plan_buckets
-from everygpu.parallel.buckets.sizes import UPDATE_BYTES
+from everygpu.parallel.buckets import (
+    UPDATE_BYTES,
+    BucketPlan,
+    KeptBucket,
+    make_twins,
+    plan_buckets,
+    put_back,
+    same_bytes,
+    versions_of,
+)
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.torch_private.core import num_storage_uses
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everygpu.errors import DivergedError
-from everygpu.parallel.buckets.plan import WORD_BYTES, KeptBucket, plan_buckets
+from everygpu.parallel.buckets import WORD_BYTES, KeptBucket, plan_buckets
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.step.sharded_update import ShardedUpdate

@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
-from everygpu.parallel.buckets.plan import plan_buckets
-from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
+from everygpu.parallel.buckets import check_bucket_cap, plan_buckets, update_bucket_bytes
 from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
 from everygpu.step.flat_parameters import check_memory

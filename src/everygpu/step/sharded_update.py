@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.parallel.buckets.plan import KeptBucket
-from everygpu.parallel.buckets.sizes import replica_bucket_bytes, update_bucket_bytes
+from everygpu.parallel.buckets import KeptBucket, replica_bucket_bytes, update_bucket_bytes
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.ranks.gradients import RankGradients
+from everygpu.parallel.ranks import RankGradients
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet

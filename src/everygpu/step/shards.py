@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.comm.streams import queueing_on
-from everygpu.parallel.buckets.plan import BucketPlan, Piece
+from everygpu.parallel.buckets import BucketPlan, Piece
 from everygpu.step.update import skips_on_device
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (

@@ -4,21 +4,33 @@ Importing the compiler takes seconds, so it is imported where it is used.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
 
-def skip_code(code: CodeType, *, with_calls: bool) -> None:
-    """Have Dynamo leave a function's code as it is, perhaps with all it calls; ``torch.compiler.disable`` wraps it."""
-    action = _eval_frame._FrameAction
-    calls = action.SKIP if with_calls else action.DEFAULT
-    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action.SKIP, calls))
+def not_compiled(method: _Method) -> _Method:
+    """Keep torch.compile out of a method and what it calls; ``torch.compiler.disable`` wraps it."""
+    _set_strategy(method, _eval_frame._FrameAction.SKIP)
+    return method
+
+
+def left_to_run(method: _Method) -> _Method:
+    """Have torch.compile leave a method's code as it is, though not what it calls: there it can be seen at work."""
+    _set_strategy(method, _eval_frame._FrameAction.DEFAULT)
+    return method
+
+
+def _set_strategy(method: Any, calls: Any) -> None:
+    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, calls)
+    _eval_frame.set_code_exec_strategy(method.__code__, strategy)
 
 
 InductorWrapper: Any = torch._TorchCompileInductorWrapper

@@ -6,9 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu.parallel.buckets.bucket import ALIGNMENT_BYTES, Bucket
-from everygpu.parallel.buckets.copies import Streams, broadcast_tensor
-from everygpu.parallel.buckets.plan import group_tensors
+from everygpu.parallel.buckets import ALIGNMENT_BYTES, Bucket, Streams, broadcast_tensor, group_tensors
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

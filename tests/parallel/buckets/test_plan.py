@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu.parallel.buckets.plan import plan_buckets
-from everygpu.parallel.buckets.sizes import NUM_UPDATE_BUCKETS, UPDATE_BYTES, update_bucket_bytes
+from everygpu.parallel.buckets import NUM_UPDATE_BUCKETS, UPDATE_BYTES, plan_buckets, update_bucket_bytes
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
 

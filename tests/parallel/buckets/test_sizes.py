@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import OptionError
-from everygpu.parallel.buckets.sizes import (
+from everygpu.parallel.buckets import (
     MIB,
     REPLICA_BYTES,
     replica_bucket_bytes,

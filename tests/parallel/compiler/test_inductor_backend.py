@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from everygpu.parallel import switches
 from everygpu.parallel.compiler import inductor_backend, load_graph
 from everygpu.parallel.compiler.inductor_backend import (
     GraphPart,
@@ -112,9 +111,9 @@ class TestWhyNot:
     def test_what_can_not(self, changes: dict[str, Any], why: str) -> None:
         assert why in (unsupported_reason(compiled_for(self.SOURCE, **changes), []) or "")
 
-    def test_it_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(switches, "COMPILES_ONCE", False)
-        assert "is off" in (unsupported_reason(compiled_for(self.SOURCE), [on_gpu(1)]) or "")
+    def test_a_torch_that_it_is_not_tried_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "__version__", "2.16.0a0")
+        assert "not tried" in (unsupported_reason(compiled_for(self.SOURCE), [on_gpu(1)]) or "")
 
     def test_a_random_generator(self) -> None:
         assert "generator" in (unsupported_reason(compiled_for(self.SOURCE), [torch.Generator()]) or "")

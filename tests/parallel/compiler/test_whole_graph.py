@@ -449,4 +449,4 @@ def test_a_torch_without_what_is_needed_is_a_reason(monkeypatch):
 
 def test_a_torch_that_is_newer_than_those_tried_is_a_reason(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.16.0")
-    assert "for torch 2.16.0" in WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
+    assert "with torch 2.16.0" in WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})

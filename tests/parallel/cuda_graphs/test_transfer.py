@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.buckets.plan import plan_buckets
+from everygpu.parallel.buckets import plan_buckets
 from everygpu.parallel.cuda_graphs import transfer
 from everygpu.parallel.cuda_graphs.transfer import lay_out
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel import switches
+from everygpu.torch_private import is_tried
 from everygpu.torch_private.compiler import inductor_config, make_boxes, write_code
 
 _NAMED = re.compile(
@@ -54,8 +54,8 @@ def retarget(source: str, old: int, new: int) -> str | None:
 
 def unsupported_reason(compiled: Any, example_inputs: Sequence[Any]) -> str | None:
     """Tell why a ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13, can't be loaded for another GPU."""
-    if not switches.is_on(switches.COMPILES_ONCE):
-        return f"loading graphs for further GPUs is off, or not tried with torch {torch.__version__}"
+    if not is_tried(torch.__version__):
+        return f"loading graphs for further GPUs is not tried with torch {torch.__version__}"
     if not all(isinstance(x, Tensor | int | torch.SymInt) for x in example_inputs):
         return "a graph takes something else than tensors and numbers, such as a random generator"
     try:

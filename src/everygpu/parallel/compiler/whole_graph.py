@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from everygpu import tree
 from everygpu.keys import is_compiled
-from everygpu.parallel import switches
 from everygpu.parallel.compiler.dynamo import inputs_of, without_flattening, without_marks
 from everygpu.parallel.compiler.recordable_graph import (
     code_reason,
@@ -32,6 +31,7 @@ from everygpu.parallel.compiler.recordable_graph import (
 )
 from everygpu.parallel.cuda_graphs.guards import torch_settings
 from everygpu.parallel.replicas.module_tree import is_dense
+from everygpu.torch_private import is_tried
 from everygpu.torch_private.compiler import (
     cache_entries,
     context_var_reads,
@@ -161,8 +161,8 @@ def _traced_probe(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwarg
 
 
 def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_shapes: bool) -> _Proof | str:
-    if not switches.is_on(switches.PROVES_FORWARDS):
-        return f"proofs by Dynamo are switched off for torch {torch.__version__}"
+    if not is_tried(torch.__version__):
+        return f"proofs by Dynamo are not tried with torch {torch.__version__}"
     if any(is_compiled(m) for m in module.modules()):
         return "the module has been compiled by torch.compile already"
     if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.buckets import version_of
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.remap import cell_contents
 from everygpu.parallel.replicas.snapshot import Contents, Search, Snapshot, is_open

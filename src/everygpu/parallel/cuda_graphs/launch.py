@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from everygpu import comm, tree
 from everygpu.errors import CaptureError
-from everygpu.parallel.buckets.copies import Streams
-from everygpu.parallel.buckets.memory import Use, versions_of
+from everygpu.parallel.buckets import Streams, Use, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync

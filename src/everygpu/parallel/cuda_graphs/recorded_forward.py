@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
-from everygpu.parallel.buckets.memory import Grads, Use
-from everygpu.parallel.buckets.sizes import replica_bucket_bytes
+from everygpu.parallel.buckets import Grads, Use, replica_bucket_bytes
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.launch import (

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import queueing_on, synchronize_streams
-from everygpu.parallel.buckets.memory import Grads, fill_views, make_twins, put_back
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BucketPlan, Slot, group_tensors, plan_bucket
-from everygpu.parallel.buckets.sizes import REPLICA_BYTES
+from everygpu.parallel.buckets import (
+    BLOCK_NUMEL,
+    REPLICA_BYTES,
+    BucketPlan,
+    Grads,
+    Slot,
+    fill_views,
+    group_tensors,
+    make_twins,
+    plan_bucket,
+    put_back,
+)
 from everygpu.parallel.replicas.replica_set import Leaves
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,9 +8,9 @@ import torch
 
 from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.call import PerReplica
-from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
 from everygpu.parallel.engines.engine import Engine, EngineContext, ModuleCall, may_launch
+from everygpu.torch_private.compiler import not_compiled
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everygpu.errors import ReplicaError
-from everygpu.parallel.buckets.copies import Streams
+from everygpu.parallel.buckets import Streams
 from everygpu.progress import running
 from everygpu.torch_private.core import NO_BACKWARD, backward_id
 

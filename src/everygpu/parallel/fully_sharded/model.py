@@ -14,9 +14,7 @@ from everygpu import tree
 from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
 from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
-from everygpu.parallel.ranks.gradients import Share, check_hooks
-from everygpu.parallel.ranks.model import RankModel
-from everygpu.parallel.ranks.start import copy_from_first
+from everygpu.parallel.ranks import RankModel, Share, check_hooks, copy_from_first
 from everygpu.parallel.scatter.batch_weight import Weight
 from everygpu.ranks.group import Group
 

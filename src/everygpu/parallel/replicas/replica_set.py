@@ -11,10 +11,7 @@ from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import ReplicaError
 from everygpu.keys import compiled_original
-from everygpu.parallel.buckets.bucket import Bucket
-from everygpu.parallel.buckets.copies import broadcast_tensor
-from everygpu.parallel.buckets.plan import KeptBucket, group_by_storage
-from everygpu.parallel.buckets.sizes import REPLICA_BYTES
+from everygpu.parallel.buckets import REPLICA_BYTES, Bucket, KeptBucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.placement import check_module, place_module
 from everygpu.parallel.replicas.remap import TABLES, Remap

@@ -12,8 +12,7 @@ from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
-from everygpu.parallel.buckets.copies import broadcast_tensor, keep_requires_grad
-from everygpu.parallel.buckets.memory import versions_of
+from everygpu.parallel.buckets import broadcast_tensor, keep_requires_grad, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.batch_types import (
     batch_type,

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets.copies import NOTHING
-from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.parallel.buckets import NOTHING
 from everygpu.parallel.sharded.dispatch import Args, Declined, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
     ShardLayout,
@@ -27,6 +26,7 @@ from everygpu.parallel.sharded.layout import (
     same_rows,
     split,
 )
+from everygpu.torch_private.compiler import not_compiled
 from everygpu.torch_private.core import (
     is_tracing,
     make_wrapper_subclass,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets.copies import NOTHING, Streams
+from everygpu.parallel.buckets import NOTHING, Streams
 
 
 class DeviceWeights(Sequence[float]):

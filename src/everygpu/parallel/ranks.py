@@ -1,5 +1,6 @@
-"""Gradients that are added up over ranks while backward goes on."""
+"""A model as one of several ranks': all start alike, and gradients are added up while backward goes on."""
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,18 +9,77 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm, tree
-from everygpu.errors import CallError
-from everygpu.parallel.buckets.memory import fill_views
-from everygpu.parallel.buckets.plan import BucketPlan, group_by_storage, plan_bucket
+from everygpu.devices.parse import may_share_gpus
+from everygpu.errors import CallError, DeviceError
+from everygpu.parallel.buckets import (
+    REPLICA_BYTES,
+    BucketPlan,
+    fill_views,
+    group_by_storage,
+    group_tensors,
+    plan_bucket,
+    replica_bucket_bytes,
+)
+from everygpu.parallel.replicas.module_tree import ModuleTree
+from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
 from everygpu.ranks.group import Group
+from everygpu.ranks.spread_batch import SpreadBatch, forward_of
 from everygpu.torch_private.core import NO_BACKWARD, after_backward, backward_id, foreach_copy_, will_execute
 
-Weight = float | Tensor
+
+def start_alike(group: Group, module: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    copy_from_first(group, check_alike(group, module))
+
+
+def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module of which every rank has one.
+
+    Raises:
+        RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
+    """
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
+    group.check_same("parameters and buffers of the model", rows)
+    return list(named.values())
+
+
+def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
+    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own."""
+    mine = [str(torch.cuda.get_device_properties(d).uuid) for d in devices if d.type == "cuda"]
+    if not group.uses_nccl or may_share_gpus():
+        mine = []
+    of_ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(group.gather(mine)):
+        for uuid in found:
+            of_ranks.setdefault(uuid, []).append(rank)
+    shared = next((ranks for ranks in of_ranks.values() if len(ranks) > 1), None)
+    if shared is not None:
+        raise DeviceError(
+            f"DataParallel: every rank must have GPUs of its own, got one on ranks {shared[0]} and {shared[1]}. Leave "
+            f"device_ids out, or pass [int(os.environ['LOCAL_RANK'])]."
+        )
+
+
+@torch.no_grad()
+def copy_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Write rank 0's values into the other ranks' tensors."""
+    for indices in group_tensors(tensors, lambda t: (t.dtype, t.device), REPLICA_BYTES):
+        members = [tensors[i] for i in indices]
+        flat = torch.cat([t.reshape(-1) for t in members])
+        group.broadcast(flat)
+        if group.rank:
+            parts = torch.split(flat, [t.numel() for t in members])
+            foreach_copy_(members, [part.view(t.shape) for part, t in zip(parts, members)])
+
+
+Factor = float | Tensor
+"""What a forward's gradients are multiplied by: how much of the mean they are."""
 
 _STRIDED, _SPARSE = 1.0, 1024.0
 """Flags of a parameter's gradient."""
@@ -52,8 +112,8 @@ class RankGradients:
         self._buckets = make_buckets(params, bucket_bytes)
         self._nodes = [get_gradient_edge(p).node for p in params]
         self._num_forwards = 0
-        self._last: Weight = 1.0
-        self._held: list[Weight] = []
+        self._last: Factor = 1.0
+        self._held: list[Factor] = []
         self._clear()
         self._handles: list[RemovableHandle] = []
         for index, bucket in enumerate(self._buckets):
@@ -62,7 +122,7 @@ class RankGradients:
         weakref.finalize(self, _remove, self._handles)
 
     def _clear(self) -> None:
-        self._reached: dict[int, Weight] = {}
+        self._reached: dict[int, Factor] = {}
         """Weights of the forwards whose outputs the backward that is running has come to."""
         self._adds: bool | None = None
         """Whether the gradients of the backward that is running are added up; None before the first."""
@@ -76,7 +136,7 @@ class RankGradients:
         """Tell whether these are the parameters it was made for."""
         return len(params) == len(self.params) and all(map(lambda p, q: p is q, params, self.params))
 
-    def watch(self, output: Any, weight: Weight) -> None:
+    def watch(self, output: Any, weight: Factor) -> None:
         """Take note of a forward's output, and of how much its gradients count beside other ranks'."""
         if backward_id() == NO_BACKWARD:  # else it computes again what a checkpoint has left out
             self._clear()  # a backward may have ended midway
@@ -90,7 +150,7 @@ class RankGradients:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(reach)
 
-    def _reach(self, forward: int, weight: Weight, _: Any) -> None:
+    def _reach(self, forward: int, weight: Factor, _: Any) -> None:
         """Count a forward among those of the backward that is running."""
         if not self._reached:
             self._check_backward()
@@ -198,7 +258,7 @@ def _make_hook(gradients: RankGradients, index: int, bucket: "Bucket") -> Callab
 class Share:
     """This rank's share in the mean: its weight by all ranks', on the device."""
 
-    def __init__(self, group: Group, weights: Sequence[Weight], device: torch.device) -> None:
+    def __init__(self, group: Group, weights: Sequence[Factor], device: torch.device) -> None:
         counted = sum(w for w in weights if not isinstance(w, Tensor))
         self._own = torch.full((), counted, dtype=torch.float64, device=device)  # no copy from the host, which waits
         for w in weights:
@@ -348,3 +408,134 @@ def check_hooks(named: Mapping[str, Tensor]) -> None:
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+class RankModel:
+    """Keeps a model, and its gradients, equal on all ranks.
+
+    Args:
+        group: The ranks.
+        dim: Where the rows of the batch are.
+        num_devices: Of this rank.
+        bucket_cap_mb: Size at which a bucket of gradients is closed, in MiB; None for the default.
+        weight: Called with a batch, returns how much it counts beside other ranks'; its rows when left out.
+        before: What was made for the same module before its options changed; backwards may still come to it.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        dim: int,
+        num_devices: int,
+        bucket_cap_mb: float | None,
+        weight: Weight | None,
+        before: "RankModel | None" = None,
+    ) -> None:
+        self.group = group
+        self._dim = dim
+        self._num_devices = num_devices
+        self._bucket_bytes = replica_bucket_bytes(bucket_cap_mb)
+        self._weight = weight
+        self._gradients: RankGradients | None = None if before is None else before._gradients
+        self._is_held: bool = before is not None and before._is_held
+        self._is_apart = False
+        self._tree: ModuleTree | None = None
+
+    def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up."""
+        if self._is_apart:
+            return function()
+        if not torch.is_grad_enabled():
+            with forward_of(SpreadBatch(self.group, 1.0)):
+                return function()
+        self.group.first_batch.compare(self.group, (inputs, kwargs))
+        self.copy_buffers(module)
+        weight = weigh_batch(
+            self._weight,
+            "DataParallel",
+            inputs,
+            kwargs,
+            module=module,
+            dim=self._dim,
+            num_devices=self._num_devices,
+        )
+        weighed = self._begin_weighing(weight)
+        with forward_of(SpreadBatch(self.group, self._later_weight(weight))):
+            output = function()
+        return weighed(output)
+
+    def _later_weight(self, weight: float | Tensor) -> float | Tensor:
+        """Return what gradients will be multiplied by after backward, beside other ranks'."""
+        return weight
+
+    def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
+        """Return what is called with a forward's output, and returns what gradients will come through."""
+        gradients = self._current_gradients()
+
+        def watch(output: Any) -> Any:
+            gradients.watch(output, weight)
+            return output
+
+        return watch
+
+    def _current_gradients(self) -> RankGradients:
+        named = {name: p for name, p in self._params.items() if p.requires_grad}
+        check_hooks(named)
+        params = list(named.values())
+        if self._gradients is None or not self._gradients.fits(params):
+            self._gradients = RankGradients(self.group, params, self._bucket_bytes)
+            self._gradients.is_held = self._is_held
+        return self._gradients
+
+    def copy_buffers(self, module: nn.Module) -> None:
+        """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
+        self._look_at(module)
+        if module.training:
+            copy_from_first(self.group, self._buffers)
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Find the module's tensors anew where others have taken their places."""
+        if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
+            self._tree = ModuleTree(module)
+            self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
+
+    @contextlib.contextmanager
+    def apart(self, module: nn.Module) -> Iterator[None]:
+        """Leave gradients and buffers to the caller within, which weighs them by itself."""
+        self._stand_aside(module)
+        before, self._is_apart = self._is_apart, True
+        try:
+            with forward_of(SpreadBatch(self.group, 1.0)):
+                yield
+        finally:
+            self._is_apart = before
+
+    def _stand_aside(self, module: nn.Module) -> None:
+        """Add up no gradients of the next backward."""
+        self._gradients = None
+        if torch.is_grad_enabled():
+            self._look_at(module)
+            check_hooks(self._params)
+            self.group.last_forward = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of backwards within to the first one after it."""
+        before = self._is_held
+        self._hold(True)
+        try:
+            yield
+        finally:
+            self._hold(before)
+
+    def _hold(self, is_held: bool) -> None:
+        self._is_held = is_held
+        if self._gradients is not None:
+            self._gradients.is_held = is_held
+
+
+def own_devices(group: Group | None) -> Sequence[int | str] | None:
+    """Return the devices of a rank that names none: its own, unless it is the only one of its machine."""
+    if group is None or group.local_size == 1:
+        return None
+    return [group.local_rank] if torch.cuda.is_available() else ["cpu"]

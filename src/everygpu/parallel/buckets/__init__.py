@@ -1,1 +1,0 @@
-"""Flat memory in which parameters and gradients travel."""
