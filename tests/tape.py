@@ -343,7 +343,7 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         streams.append(Stream())
         return streams[-1]
 
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.ready_events.kept_stream", new_stream)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.multi_gpu_graph.kept_stream", new_stream)
     for module in (
         "comm.streams",
         "parallel.engines.thread_state",

@@ -16,7 +16,7 @@ STATE = {
     "comm/nccl.py:_one_at_a_time",  # NCCL's communicators are the process's
     "comm/streams.py:_making",  # streams are the process's
     "devices/p2p.py:_one_at_a_time",  # the test of copies runs once a process
-    "parallel/cuda_graphs/capture_lock.py:CAPTURE_LOCK",  # captures are the process's
+    "parallel/cuda_graphs/multi_gpu_graph.py:CAPTURE_LOCK",  # captures are the process's
     "parallel/cuda_graphs/host_rng.py:DRAW_GATE",  # generators are the process's
 }
 """What modules may keep between calls."""

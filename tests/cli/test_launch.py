@@ -7,7 +7,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from everygpu.cli.launch import OPTIONS, launch, torchrun_arguments
+from everygpu.cli.script import OPTIONS, launch, torchrun_arguments
 
 
 def parse(*arguments, **options):

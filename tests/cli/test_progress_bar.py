@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from everygpu.cli import main, progress_bar
-from everygpu.cli.progress_bar import show_bar
+from everygpu.cli import main, output
+from everygpu.cli.output import show_bar
 from everygpu.devices import doctor
 from everygpu.devices.doctor import Diagnosis
 
@@ -34,7 +34,7 @@ def terminal(monkeypatch):
         return Console(file=stream, force_terminal=stream.isatty(), width=80, color_system=None)
 
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress_bar, "Console", console)
+    monkeypatch.setattr(output, "Console", console)
     return stream
 
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from everygpu.cli import choose as planning
 from everygpu.cli import main
 from everygpu.cli.choose import plan_run
-from everygpu.cli.launch import torchrun_arguments
 from everygpu.cli.options import Request
+from everygpu.cli.script import torchrun_arguments
 from everygpu.devices import nvml
 from everygpu.devices.reserve import OWN
 from everygpu.devices.select import Demand

@@ -12,7 +12,7 @@ from torch import nn
 from everygpu import DataParallel, comm, parallel
 from everygpu.comm import copies, staged
 from everygpu.devices import p2p
-from everygpu.parallel.replicas import placement
+from everygpu.parallel.replicas import module_tree
 
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
@@ -207,8 +207,8 @@ def test_module_goes_over_the_cpu_where_copies_cannot_be_trusted(monkeypatch, tr
             seen.append(str(device))
             return super().to(device)
 
-    monkeypatch.setattr(placement, "trusted_peers", lambda devices: trusted)
-    placement.place_module(Watched(2, 2), torch.device("meta"), "test")
+    monkeypatch.setattr(module_tree, "trusted_peers", lambda devices: trusted)
+    module_tree.place_module(Watched(2, 2), torch.device("meta"), "test")
     assert seen == ways
 
 

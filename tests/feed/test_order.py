@@ -538,7 +538,7 @@ class TestPosition:
 
         feed = iter(feeder)
         next(feed)
-        monkeypatch.setattr("everygpu.feed.batches.SentBatch.unpack", interrupt)
+        monkeypatch.setattr("everygpu.feed.one_pass.SentBatch.unpack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert place(feeder) == (0, 1)

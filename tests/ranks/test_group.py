@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import RankError
-from everygpu.ranks.first_batch import FirstBatch
-from everygpu.ranks.group import join, leave
+from everygpu.ranks.group import FirstBatch, join, leave
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 

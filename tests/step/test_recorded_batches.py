@@ -38,7 +38,7 @@ class Numbered(Net):
 
 @once
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_COUNTED", 20)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
     step = make_step(recording(2), Numbered)
     for number in range(30):
         step(X, Y, number=number)
@@ -174,7 +174,7 @@ def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices, make: Any
 def test_no_more_kinds_than_may_be_are_recorded(
     recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_RECORDINGS", 3)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_RECORDINGS", 3)
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(5):

@@ -12,8 +12,7 @@ import click
 
 from everygpu.bench.workloads import MODELS
 from everygpu.child import python_command
-from everygpu.cli.output import UserPath, harmless, make_console
-from everygpu.cli.progress_bar import show_bar
+from everygpu.cli.output import UserPath, harmless, make_console, show_bar
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
 
 _DEFAULT = ("gpt2", "resnet50", "resnet18")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.tree import Tree
 
-from everygpu.cli.output import UserPath, harmless, make_console, plain
-from everygpu.cli.progress_bar import show_bar
+from everygpu.cli.output import UserPath, harmless, make_console, plain, show_bar
 from everygpu.units import format_size
 
 if TYPE_CHECKING:  # the help doesn't wait for torch

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from everygpu.cli.output import harmless, make_console
-from everygpu.cli.progress_bar import show_bar
+from everygpu.cli.output import harmless, make_console, show_bar
 
 if TYPE_CHECKING:
     from everygpu.devices.p2p import Pair, PairReport

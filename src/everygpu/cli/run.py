@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from everygpu.cli.choose import NO_GPU, Plan, plan_run
-from everygpu.cli.launch import OPTIONS, launch, torchrun_arguments
 from everygpu.cli.options import Filters, Request, filter_options, read_request
 from everygpu.cli.output import say
-from everygpu.cli.script import require_script, run_script
+from everygpu.cli.script import OPTIONS, launch, require_script, run_script, torchrun_arguments
 from everygpu.devices import nvml
 from everygpu.errors import DeviceError
 from everygpu.watchdog import TIMEOUT_S, VARIABLE, watch

@@ -21,8 +21,7 @@ from everygpu.errors import RankError
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, slice_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import plan_split
-from everygpu.ranks.first_batch import batch_digest
-from everygpu.ranks.group import Group
+from everygpu.ranks.group import Group, batch_digest
 from everygpu.ranks.lockstep import Lockstep
 
 logger = logging.getLogger("everygpu")

@@ -14,8 +14,7 @@ from everygpu import comm
 from everygpu.errors import CallError, CaptureError, ModuleError, ReplicaError
 from everygpu.parallel.buckets import Streams
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
-from everygpu.ranks.group import Group
-from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward
+from everygpu.ranks.group import Group, SpreadBatch, batch_of_forward
 from everygpu.torch_private.core import BatchNorm, backward_id, checkpoint_frames, without_saved_tensor_hooks
 
 Module = TypeVar("Module", bound=nn.Module)

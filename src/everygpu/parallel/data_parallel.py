@@ -29,7 +29,7 @@ from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_
 from everygpu.parallel.fully_sharded.wrap import share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.ranks import RankModel, check_devices, own_devices, start_alike
-from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
+from everygpu.parallel.replicas.module_tree import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares

@@ -27,8 +27,7 @@ from everygpu.parallel.buckets import (
 )
 from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
-from everygpu.ranks.group import Group
-from everygpu.ranks.spread_batch import SpreadBatch, forward_of
+from everygpu.ranks.group import Group, SpreadBatch, forward_of
 from everygpu.torch_private.core import NO_BACKWARD, after_backward, backward_id, foreach_copy_, will_execute
 
 

@@ -7,24 +7,62 @@ import os
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from everygpu import tree
 from everygpu.errors import RankError
 from everygpu.progress import running
-from everygpu.ranks.first_batch import FirstBatch
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.torch_private.core import default_store
 
+logger = logging.getLogger("everygpu")
+
+_MOST_VALUES = 4096
+"""Of each tensor, as many are compared."""
+
+
+class FirstBatch:
+    """Warns, once, where all ranks have the same rows in their first batch."""
+
+    def __init__(self) -> None:
+        self._is_known = False
+
+    def compare(self, group: "Group", batch: Any) -> None:
+        """Compare the ranks' first batches; all ranks call it with theirs, again for later ones, at no cost."""
+        if self._is_known or not torch.is_grad_enabled():
+            return
+        found = group.gather(batch_digest(batch))
+        self._is_known = len(found) > 1  # not where each rank is by itself
+        if self._is_known and len(set(found)) == 1 and found[0]:
+            logger.warning(
+                "ranks: all %d ranks got the same rows in their first batch: each step does the work of %d for the "
+                "result of one. Deal the batch to the ranks by everygpu.Feeder(loader, model), "
+                "or give the loader a DistributedSampler.",
+                len(found),
+                len(found),
+            )
+
+
+def batch_digest(batch: Any) -> int:
+    """Tell batches apart by the first values of each tensor; 0 where there are none."""
+    found = 0
+    for path, x in tree.leaves(batch, ""):
+        if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.numel():
+            found = zlib.crc32(repr((path, x.shape, x.flatten()[:_MOST_VALUES].tolist())).encode(), found)
+    return found
+
+
 T = TypeVar("T")
 
-logger = logging.getLogger("everygpu")
 
 _POLL_S = 0.02
 _END_S, _MEET_S = 10.0, 1.0
@@ -309,3 +347,29 @@ def _all_end(group: Group) -> bool:
         for rank in range(group.size) if has_store else ():
             group.read_note(f"rank {rank} leaves", limit - time.monotonic())
     return has_met
+
+
+class SpreadBatch(NamedTuple):
+    """A batch of which each rank has some rows."""
+
+    group: Group
+    weight: float | Tensor
+    """What this rank's gradients will be multiplied by, beside other ranks'."""
+
+
+_batch: ContextVar[SpreadBatch | None] = ContextVar("everygpu_spread_batch", default=None)
+
+
+@contextmanager
+def forward_of(batch: SpreadBatch) -> Iterator[None]:
+    """Have layers within compute over the whole batch."""
+    token = _batch.set(batch)
+    try:
+        yield
+    finally:
+        _batch.reset(token)
+
+
+def batch_of_forward() -> SpreadBatch | None:
+    """Return what a layer computes over; None where its rows are all there are."""
+    return _batch.get()

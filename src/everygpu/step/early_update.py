@@ -17,7 +17,7 @@ from everygpu.comm.streams import synchronize_streams
 from everygpu.devices.p2p import reach_each_other
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets import BLOCK_NUMEL
-from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import ReadyEvents
 from everygpu.parallel.cuda_graphs.transfer import (
     GradTables,
     add_blocks,

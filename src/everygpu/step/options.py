@@ -12,9 +12,8 @@ from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel, overridden
 from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
 from everygpu.step.finite_check import RULES
-from everygpu.step.fully_sharded_update import FullyShardedUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
-from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.sharded_update import FullyShardedUpdate, ShardedUpdate
 from everygpu.step.shards import all_params, can_shard
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,8 +1,8 @@
 """Where a step's gradients are, and what applies them: spread over the devices, or on the primary device."""
 
 import operator
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,19 +10,103 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
+from everygpu.comm.streams import kept_stream, queueing_on
+from everygpu.errors import CallError
 from everygpu.parallel.buckets import KeptBucket, replica_bucket_bytes, update_bucket_bytes
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replicated
 from everygpu.parallel.ranks import RankGradients
-from everygpu.parallel.replicas.module_tree import has_hooks
-from everygpu.parallel.replicas.placement import place_module
+from everygpu.parallel.replicas.module_tree import has_hooks, place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.ranks.group import Group
 from everygpu.step.early_update import EarlyUpdate, UpdateByChunks, UpdateInPlace, can_update_early
 from everygpu.step.flat_parameters import FlatParameters, PerDevice
-from everygpu.step.rank_sums import RankSums
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import Shares, prefer_fused, step_unless, total_norm
+from everygpu.step.update import Shares, multiply, prefer_fused, step_unless, total_norm
+
+
+class RankSums:
+    """Sends each bucket when backward has all of its gradients, in the order of their plans on all ranks.
+
+    Buckets are added up where backward leaves them, without a copy. A recording has no sums in it, as NCCL ends no
+    process group that a CUDA graph refers to: it has an event for each bucket, which the sum waits for.
+
+    Source: ``DistributedDataParallel``'s reducer, with ``gradient_as_bucket_view=True``.
+    """
+
+    def __init__(self, group: Group, flat_params: FlatParameters) -> None:
+        self._group = group
+        self._device = flat_params.devices[0]
+        self._params = flat_params.params
+        filled = [(plan, flat) for plan, (flat,) in zip(flat_params.plans, flat_params.grads) if plan.numel]
+        self._flats = [flat for _, flat in filled]
+        self._members = [{id(self._params[slot.index]) for slot in plan.slots} for plan, _ in filled]
+        self._bucket_of = {key: b for b, members in enumerate(self._members) for key in members}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = [set(members) for members in self._members]
+        self._events: list[torch.cuda.Event] = []
+        self._waits: list[Callable[[], None]] = []
+        self._num_sent = 0
+
+    @contextmanager
+    def adding_up(self) -> Iterator[None]:
+        """Add up the gradients of a backward within; at the end the current stream waits for the sums."""
+        self._begin()
+        handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._params]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        while self._num_sent < len(self._flats):
+            self._send_next()
+        self._wait()
+
+    def add_up_recorded(self, events: Sequence[torch.cuda.Event]) -> None:
+        """Add up the gradients of a backward that was launched."""
+        with queueing_on(self._device, kept_stream(self._device, "beside backward")):
+            for event, flat in zip(events, self._flats):
+                torch.cuda.current_stream().wait_event(event)
+                self._waits.append(self._group.all_reduce(flat))
+        self._wait()
+
+    def take_events(self) -> list[torch.cuda.Event]:
+        """Return the moments of the backward that is being recorded, for ``add_up_recorded``."""
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, p: Tensor) -> None:
+        b = self._bucket_of.get(id(p))
+        if b is None:  # has no elements
+            return
+        if b < self._num_sent:
+            raise CallError(
+                "TrainStep: a parameter got its gradient twice in one backward, as by reentrant checkpoints, after it "
+                "was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+            )
+        self._left[b].discard(id(p))
+        while self._num_sent < len(self._flats) and not self._left[self._num_sent]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        flat = self._flats[self._num_sent]
+        self._num_sent += 1
+        if is_capturing():
+            event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._waits.append(self._group.all_reduce(flat))
+
+    def _wait(self) -> None:
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
 
 MAX_CHANGES = 3
 """Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
@@ -338,3 +422,44 @@ class ShardedUpdate:
         self.flat_params.adopt()
         twins = {id(p): list(row) for p, *row in zip(self.flat_params.params, *self.flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}
+
+
+class FullyShardedUpdate(ShardedUpdate):
+    """Takes the gradients that FSDP2 has averaged over ranks, each rank its own rows of them.
+
+    Args:
+        model: Shared out.
+        group: Its ranks.
+        optimizer: A stock one, of its parameters.
+    """
+
+    def __init__(self, model: DataParallel, group: Group, optimizer: Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self._ranks, self._group = group, None  # which adds up nothing
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model in its own precision; the loss alone is computed under autocast."""
+        with torch.autocast(self._model.replica_devices[0].type, enabled=False):
+            return super().forward(*inputs, **kwargs)
+
+    def reduce(self) -> Shares:
+        """Return this rank's rows of the sum of all ranks' gradients."""
+        parts = [local_part(p.grad) for p in all_params(self._optimizer) if p.grad is not None]
+        grads = [part for part in parts if part.numel()]
+        shares = [grads] if grads else []
+        multiply(shares, float(self._ranks.size))  # FSDP2 has divided by it
+        return shares
+
+    def norm(self, shares: Shares) -> Tensor:
+        """Return the norm of all ranks' gradients as one vector, shape ()."""
+        squared = total_norm(shares, self._model.replica_devices[0]).square()
+        self._ranks.all_reduce(squared)()
+        return squared.sqrt()
+
+    def apply(self, found_inf: Tensor | None) -> None:
+        """Step the optimizer; not where ``found_inf``, of shape () and the same on all ranks, isn't 0."""
+        updated = [p for p in all_params(self._optimizer) if p.grad is not None]
+        like = next((p for p in updated if is_shard(p)), None)
+        if found_inf is not None and like is not None:
+            found_inf = replicated(found_inf, like)
+        step_unless(found_inf, self._optimizer, updated)

@@ -18,7 +18,7 @@ from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, keep_statistics, put_back_unless_finite
-from everygpu.step.loss import as_batch, as_number, at_device, loss_in, refusing_partial_grads, roots_of
+from everygpu.step.loss import BatchWeights, as_batch, as_number, at_device, loss_in, refusing_partial_grads, roots_of
 from everygpu.step.options import (
     PRECISIONS,
     autocast,
@@ -32,7 +32,6 @@ from everygpu.step.options import (
 from everygpu.step.recordable_step import make_capture
 from everygpu.step.replica_check import make_check
 from everygpu.step.update import LossScale, clip_factor, multiply
-from everygpu.step.weights import BatchWeights
 
 logger = logging.getLogger("everygpu")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel.compiler.whole_graph import WholeGraph
-from everygpu.parallel.cuda_graphs import forward_proof
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProofs
+from everygpu.parallel.cuda_graphs import recorder
+from everygpu.parallel.cuda_graphs.recorder import ForwardProofs
 from everygpu.parallel.scatter.split import ScatterSpec
 
 # Importing torch's compiler warns of torch.jit.
@@ -83,7 +83,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             made.append(any_shapes)
             return super().prove(args, kwargs, any_shapes=any_shapes)
 
-    monkeypatch.setattr(forward_proof, "WholeGraph", Counted)
+    monkeypatch.setattr(recorder, "WholeGraph", Counted)
     return made
 
 
@@ -104,7 +104,7 @@ def test_one_proof_serves_for_many_lengths(proofs: list[bool]) -> None:
 def test_modules_that_are_traced_for_each_shape_are_not_traced_twice_for_each(
     proofs: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward_proof, "MAX_OPEN", 1)
+    monkeypatch.setattr(recorder, "MAX_OPEN", 1)
     net, known = Looping(), ForwardProofs()
     for length in (2, 3, 4, 5):
         assert not isinstance(known.find(net, ((ids(4, length),), {}, ()), SPEC, is_first=length == 2), str)

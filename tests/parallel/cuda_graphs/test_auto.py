@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.parallel.cuda_graphs import forward_proof
-from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW
+from everygpu.parallel.cuda_graphs import recorder
+from everygpu.parallel.cuda_graphs.recorder import WINDOW
 from everygpu.parallel.engines import table
 from tests.parallel.cuda_graphs.forwards import Devices
 from tests.parallel.test_python_worlds import Attention, ComputedBefore, WithEnums, check, with_dataclasses
@@ -91,13 +91,13 @@ def test_proofs_of_further_kinds_take_a_part_of_the_run(
     recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("ALLOWED_S", "ALLOWED_SHARE", "MAX_OPEN"):  # each kind is proven by itself, and one is too many
-        monkeypatch.setattr(forward_proof, name, 0)
+        monkeypatch.setattr(recorder, name, 0)
     used = recording(1)
     model = everygpu.DataParallel(Net().to(used[0]), used)
     engines = train(model, 45, rows=lambda i: 2 + i % 3)
     assert engines[-6:-3] == engines[-3:]
     assert sorted(engines[-3:]) == ["graphs", "graphs", "threads"]
-    monkeypatch.setattr(forward_proof, "ALLOWED_SHARE", 1e6)
+    monkeypatch.setattr(recorder, "ALLOWED_SHARE", 1e6)
     assert train(model, 9, rows=lambda i: 2 + i % 3)[-3:] == ["graphs"] * 3
     assert warnings_of(caplog) == []
 

@@ -9,8 +9,7 @@ import torch
 
 from everygpu.comm import streams
 from everygpu.parallel.cuda_graphs import multi_gpu_graph
-from everygpu.parallel.cuda_graphs.capture_lock import CaptureLock
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import CaptureLock, MultiGpuGraph
 
 
 def in_a_thread(function: Callable[[], object]) -> None:

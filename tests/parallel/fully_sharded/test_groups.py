@@ -6,7 +6,7 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import OptionError, RankError
-from everygpu.parallel.fully_sharded.groups import find_groups
+from everygpu.parallel.fully_sharded.options import find_groups
 from tests.parallel.fully_sharded.training import Block, Net
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from everygpu.errors import ModuleError, PlacementError
-from everygpu.parallel.replicas.placement import check_module, place_module
+from everygpu.parallel.replicas.module_tree import check_module, place_module
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.compiler.dynamo import inputs_of, value_of
 from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGraph
+from everygpu.parallel.compiler.recordable_graph import inputs_of, value_of
 
 
 class CompileOnce:

@@ -17,17 +17,19 @@ from torch.nn.parameter import is_lazy
 
 from everygpu import tree
 from everygpu.keys import is_compiled
-from everygpu.parallel.compiler.dynamo import inputs_of, without_flattening, without_marks
 from everygpu.parallel.compiler.recordable_graph import (
     code_reason,
     in_line,
     innermost,
+    inputs_of,
     is_argument,
     kept_attributes,
     reads_environment,
     reason_in_graph,
     reason_in_python,
     source_of,
+    without_flattening,
+    without_marks,
 )
 from everygpu.parallel.cuda_graphs.guards import torch_settings
 from everygpu.parallel.replicas.module_tree import is_dense

@@ -15,7 +15,7 @@ from everygpu.parallel.buckets import Streams, Use, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
-from everygpu.parallel.sharded.hooks import mark_recorded
+from everygpu.parallel.sharded.functions import mark_recorded
 from everygpu.torch_private.core import are_batched
 
 Leaves = list[list[list[Tensor]]]

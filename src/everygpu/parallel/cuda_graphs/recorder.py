@@ -1,11 +1,13 @@
 """When a step is recorded as a CUDA graph, and when the recording may be launched in its place."""
 
 import logging
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,15 +16,188 @@ from torch import nn
 
 from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CaptureError, SplitError
+from everygpu.keys import compiled_original
 from everygpu.parallel.compiler.recordable_graph import innermost
-from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
-from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
+from everygpu.parallel.compiler.whole_graph import WholeGraph
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import CAPTURE_LOCK, MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.static_batch import Batch, Leaves, NotStatic, StaticBatch, describe_batch, leaves_of
+from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec
+
+NUM_WARM_UPS = 3
+"""Eager steps before one with a batch of that kind is recorded: libraries choose their algorithms meanwhile."""
+
+MAX_RECORDINGS = 128
+"""Kinds of batches that are kept recorded at a time. They share the memory of a step: each further one has its batch,
+its results and what CUDA needs for a graph."""
+
+MIN_FREE = 0.1
+"""Part of a GPU's memory that has to be free for a further kind of batch to be recorded."""
+
+MAX_COUNTED = 1000
+"""Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
+
+MAX_REFUSED = 3
+"""Kinds of batches that couldn't be recorded, after which no further kind is tried; those that could be stay."""
+
+WINDOW = 100
+"""Steps after which it is asked whether their batches were of kinds that had come before."""
+
+MAX_NEW = 0.9
+"""Part of them that may be of kinds that hadn't; if more are, recording is given up: hardly any comes again."""
+
+logger = logging.getLogger("everygpu")
+
+
+class BatchKinds:
+    """Counts the batches of each kind that have come and run without a recording."""
+
+    def __init__(self, name: str, devices: Sequence[torch.device]) -> None:
+        self._name = name
+        self._gpus = [d for d in devices if d.type == "cuda"]
+        self._counts: dict[Any, int] = {}
+        self._recorded: set[Any] = set()
+        self._refused: set[Any] = set()
+        self._num_seen = self._num_new = 0  # batches in this window
+        self._has_told = False
+
+    def come_again(self, key: Any, *, is_recorded: bool) -> bool:
+        """Note a batch's kind; tell whether batches of a kind come again, as far as is known."""
+        self._num_seen += 1
+        self._num_new += key not in self._counts and not is_recorded
+        if self._num_seen < WINDOW:
+            return True
+        num_new, self._num_seen, self._num_new = self._num_new, 0, 0
+        return num_new <= MAX_NEW * WINDOW
+
+    def is_due(self, key: Any, num_recordings: int) -> bool:
+        """Count a batch that has no recording; tell whether it is to be recorded now."""
+        self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
+        if len(self._counts) > MAX_COUNTED:
+            del self._counts[next(iter(self._counts))]
+        return self._counts[key] > NUM_WARM_UPS and key not in self._refused and self._has_room(key, num_recordings)
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether batches of some kind could be recorded; the recording may have been dropped, and be made again."""
+        return bool(self._recorded)
+
+    def note_recording(self, key: Any) -> None:
+        """Note that batches of a kind can be recorded."""
+        self._recorded.add(key)
+
+    def refuse(self, key: Any, reason: str) -> None:
+        """Note that batches of a kind can't be recorded, though others can."""
+        self._recorded.discard(key)
+        self._refused.add(key)
+        self.tell(reason)
+
+    def forget(self) -> None:
+        """Count anew."""
+        self._counts.clear()
+        self._recorded.clear()
+        self._refused.clear()
+
+    def tell(self, reason: str) -> None:
+        """Say, once, why batches of some kinds are not recorded, where others are."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("%s: batches of some shapes run without CUDA graphs: %s.", self._name, reason)
+
+    def _has_room(self, key: Any, num_recordings: int) -> bool:
+        """Tell whether a further kind may be recorded; the first one always may."""
+        if key not in self._recorded and len(self._refused) >= MAX_REFUSED:
+            return False
+        if num_recordings >= MAX_RECORDINGS:
+            self.tell(f"{MAX_RECORDINGS} are recorded")
+            return False
+        if num_recordings and any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, self._gpus)):
+            self.tell(f"less than {MIN_FREE:.0%} of a GPU's memory is free")
+            return False
+        return True
+
+
+MAX_OPEN = 3
+"""Proofs that leave shapes open: one for each way through forward that depends on these."""
+
+ALLOWED_S = 5.0
+"""Seconds that proofs of further kinds of batches may take together at any time."""
+ALLOWED_SHARE = 0.1
+"""What part of a run they may take besides: a language model with twelve lengths takes 3 to 4 s for each."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of the first replica."""
+
+
+ForwardProof = Callable[[], bool]
+"""The proof behind one recording tells whether all that forward reads is as it was, beside its arguments, which the
+recording knows by kind, and torch's settings, which ``Capture`` guards. Replicas do with their rows what the first one
+does with its own.
+"""
+
+
+class ForwardProofs:
+    """Proofs for batches of several kinds. One that leaves shapes open serves for many."""
+
+    def __init__(self) -> None:
+        self._graphs: list[WholeGraph] = []
+        self._num_open = 0
+        self._began: float | None = None
+        self._spent_s = 0.0
+
+    def may_find(self, batch: Batch, spec: ScatterSpec) -> bool:
+        """Tell whether looking for a proof takes no more of the run than is allowed."""
+        if self._began is None or self._spent_s <= ALLOWED_S + ALLOWED_SHARE * (time.monotonic() - self._began):
+            return True
+        return self._known(*_first_call(batch, spec)) is not None
+
+    def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec, *, is_first: bool) -> ForwardProof | str:
+        """Return a proof for the first replica's part of a batch, or why there is none.
+
+        Args:
+            is_first: Nothing is recorded now: proofs that don't hold are of no use any more.
+        """
+        call = _first_call(batch, spec)
+        graph: WholeGraph | str | None = self._known(*call)
+        if graph is None:
+            start = time.monotonic()
+            graph = self._prove(module, call, is_first=is_first)
+            if self._began is None:
+                self._began = time.monotonic()
+            else:
+                self._spent_s += time.monotonic() - start
+        return graph if isinstance(graph, str) else partial(graph.still_holds, *call)
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeGraph | None:
+        return next((graph for graph in self._graphs if graph.holds(args, kwargs)), None)
+
+    def _prove(self, module: nn.Module, call: Arguments, *, is_first: bool) -> WholeGraph | str:
+        if is_first:
+            self._graphs, self._num_open = [], 0
+        graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
+        # Not at first, as it takes longer and most models are trained on batches of one kind; nor again and again, as
+        # some modules have to be traced for each shape.
+        is_open = bool(self._graphs) and self._num_open < MAX_OPEN
+        self._num_open += is_open
+        reason = graph.prove(*call, any_shapes=True) if is_open else None
+        if reason is not None:
+            self._num_open = MAX_OPEN  # it takes as long each time
+        if not is_open or reason is not None:
+            reason = graph.prove(*call)
+        if reason is not None:
+            return reason
+        self._graphs.append(graph)
+        return graph
+
+
+def _first_call(batch: Batch, spec: ScatterSpec) -> Arguments:
+    args, kwargs, _ = batch
+    call = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)
+    return call.args[0], call.kwargs[0]
+
 
 MAX_ATTEMPTS = 12
 """Times that recordings are begun anew until one has been launched ``LONG`` times: a model that changes all the time
@@ -33,7 +208,6 @@ _LOADING_S = 2.0
 LONG = 100
 """Launches after which attempts are counted anew."""
 
-logger = logging.getLogger("everygpu")
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from everygpu import tree
-from everygpu.parallel.fully_sharded.groups import find_groups, num_parameters
-from everygpu.parallel.fully_sharded.options import LEVELS, PRECISIONS, Sharding
+from everygpu.parallel.fully_sharded.options import LEVELS, PRECISIONS, Sharding, find_groups, num_parameters
 from everygpu.parallel.fully_sharded.shards import local_part
 from everygpu.parallel.fully_sharded.wrap import apply
 from everygpu.torch_private.core import fake_ranks

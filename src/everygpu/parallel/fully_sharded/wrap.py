@@ -13,8 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CallError
-from everygpu.parallel.fully_sharded.groups import Groups, find_groups, num_parameters
-from everygpu.parallel.fully_sharded.options import PRECISIONS, OldParameters, Sharding, check_groups, check_tensors
+from everygpu.parallel.fully_sharded.options import (
+    PRECISIONS,
+    Groups,
+    OldParameters,
+    Sharding,
+    check_groups,
+    check_tensors,
+    find_groups,
+    num_parameters,
+)
 from everygpu.parallel.ranks import check_alike, copy_from_first
 from everygpu.ranks.group import Group
 

@@ -12,8 +12,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import ReplicaError
 from everygpu.keys import compiled_original
 from everygpu.parallel.buckets import REPLICA_BYTES, Bucket, KeptBucket, broadcast_tensor, group_by_storage
-from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
-from everygpu.parallel.replicas.placement import check_module, place_module
+from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has_hooks, is_dense, place_module
 from everygpu.parallel.replicas.remap import TABLES, Remap
 from everygpu.parallel.replicas.snapshot import Snapshot
 
