@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.errors import CallError
+from everygpu.errors import CallError, RankError
 from everygpu.ranks.group import join
 from tests.ranks.harness import run_ranks
 
@@ -45,11 +45,60 @@ def differentiate_again():
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
 
 
+class Labelled(nn.Module):
+    """Returns its loss, the mean over labels that aren't -100."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.layers(x), labels)
+
+
+def share_without_labels(rank):
+    """The whole of a batch, and what a rank has of it: the first rank has no label that counts."""
+    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = torch.tensor([-100, -100, -100, 0, 1, 1])
+    return (x, y), (x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3])
+
+
+def train_without_labels():
+    bare, whole = Labelled(), share_without_labels(0)[0]
+    net = everygpu.SyncBatchNorm.convert(copy.deepcopy(bare))
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), None, torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    x, labels = share_without_labels(join().rank)[1]
+    for _ in range(3):
+        optimizer.zero_grad()
+        bare(*whole).backward()
+        optimizer.step()
+        step(x, labels=labels)
+    for name, value in bare.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, msg=name)
+
+
+def loop_without_labels():
+    net = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(Labelled()), ["cpu"])
+    x, labels = share_without_labels(join().rank)[1]
+    with pytest.raises((CallError, RankError)) as caught:
+        net(x, labels=labels).mean().backward()
+    return str(caught.value)
+
+
 def everything():
     for sizes, num_devices in (([3, 1], 1), ([4, 0], 1), ([3, 4], 2)):
         train(sizes, num_devices)
     differentiate_again()
+    train_without_labels()
 
 
 def test_training_equals_one_device_and_second_derivatives_are_refused(tmp_path):
     run_ranks(everything, size=2, folder=tmp_path)
+
+
+def test_rows_that_count_nothing_are_refused_in_a_plain_loop(tmp_path):
+    first, second = run_ranks(loop_without_labels, size=2, folder=tmp_path)
+    assert "counts nothing" in first
+    assert "lost the others" in second

@@ -184,6 +184,8 @@ def _normalize_together(eps: float, live: RegionStatistics, inputs: list[Replica
     if whole is None and _count(xs) == 1:  # as torch refuses it: a single value has no variance
         size = [1, *xs[0].shape[1:]]
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+    if whole is not None and _count(xs) and torch.is_grad_enabled():
+        whole.check_counts()
     if whole is not None and xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
     # Even in a checkpointed region: the node belongs to all replicas, and one alone can't recompute what it saves.

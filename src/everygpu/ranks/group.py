@@ -11,15 +11,16 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from everygpu import tree
-from everygpu.errors import RankError
+from everygpu.errors import CallError, RankError
 from everygpu.progress import running
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.torch_private.core import default_store
@@ -349,12 +350,23 @@ def _all_end(group: Group) -> bool:
     return has_met
 
 
-class SpreadBatch(NamedTuple):
+@dataclass(slots=True, eq=False)
+class SpreadBatch:
     """A batch of which each rank has some rows."""
 
     group: Group
     weight: float | Tensor
     """What this rank's gradients will be multiplied by, beside other ranks'."""
+    _counts: bool = False
+
+    def check_counts(self) -> None:
+        """Refuse rows that count nothing, of which a layer that divides by the weight has no gradient to give."""
+        if not self._counts and not self.weight:  # the host waits once a forward
+            raise CallError(
+                "SyncBatchNorm: this rank's batch counts nothing, as its labels are all -100 or weight= returns 0, but "
+                "its rows are part of the statistics. Train by everygpu.TrainStep, or leave such a batch out."
+            )
+        self._counts = True
 
 
 _batch: ContextVar[SpreadBatch | None] = ContextVar("everygpu_spread_batch", default=None)

@@ -186,8 +186,8 @@ class BatchWeights:
         return (numbers[0] / numbers[1]).to(loss.dtype), None if flags is None else numbers[2:]
 
     def leave_out_empty(self, loss: Tensor) -> Tensor:
-        """Return what must be finite of a loss: 0 for a batch without rows, whose mean is nan."""
-        if not self._is_needed or self._group is not None:
+        """Return what must be finite of this process's own loss: 0 where nothing counts, whose mean is nan."""
+        if not self._is_needed:
             return loss
         return torch.where(comm.copy(self._share, loss.device) == 0, 0, loss)
 

@@ -195,7 +195,7 @@ class TrainStep:
             self._weights.end()
             if self._num_steps == num_steps:  # a recording may have had the update in it
                 if self._finite_check.is_on:
-                    seen = self._weights.leave_out_empty(loss)
+                    seen = self._weights.leave_out_empty(loss) if self._ranks is None else loss
                     self._losses = seen if self._losses is None else self._losses + seen
                 self._num_batches += 1
                 if self._num_batches == self.accumulate:
@@ -308,7 +308,7 @@ class TrainStep:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
                 if before is not None:
-                    put_back_unless_finite(before, loss)
+                    put_back_unless_finite(before, self._weights.leave_out_empty(loss))
                     if update is not None:
                         update.check(loss.detach())
                 seed = self._weights.seed(loss)
