@@ -267,6 +267,20 @@ def test_parameters_added_later(devices: Devices) -> None:
         train(net, optimizer, range(4, 6))
 
 
+def test_parameters_that_leave_the_groups_and_come_back(devices: Devices) -> None:
+    """As torch keeps their state meanwhile; a state dict has only what is in a group."""
+    for net, optimizer in both(devices(2), lambda net: torch.optim.Adam(net.parameters(), lr=0.01)):
+        train(net, optimizer, range(3))
+        whole, num_states = optimizer.param_groups[0]["params"], len(optimizer.state_dict()["state"])
+        optimizer.param_groups[0]["params"] = [p for p in whole if p is not net.linear.weight]
+        for _ in range(2):  # as they left, and after an update without it
+            if isinstance(optimizer, everygpu.ShardedOptimizer):
+                assert len(optimizer.state_dict()["state"]) == num_states - 1
+            train(net, optimizer, range(3, 4))
+        optimizer.param_groups[0]["params"] = whole
+        train(net, optimizer, range(4, 7))
+
+
 def test_values_written_between_steps_are_seen(devices: Devices) -> None:
     for net, optimizer in both(devices(2), lambda net: torch.optim.Adam(net.parameters(), lr=0.01)):
         for step in range(4):

@@ -69,6 +69,7 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__({"defaults": optimizer.defaults})
         self._params: list[Tensor] = []
         self._shards: Shards | None = None
+        self._left_out: dict[Tensor, State] = {}
         if (owner := getattr(optimizer, _OWNER, None)) is not None:
             owner.release()
         self._handles = self._watch_module()
@@ -233,8 +234,13 @@ class ShardedOptimizer(Optimizer):
 
         def fill(_: Optimizer) -> None:
             self._fill_state()
+            # Of parameters that have left the groups, which may come back, torch's state dict has no place for a state.
+            state, own = self.module.state, set(map(id, all_params(self.module)))
+            self._left_out = {p: state.pop(p) for p in list(state) if id(p) not in own}
 
         def clear(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self.module.state.update(self._left_out)
+            self._left_out = {}
             self._drop_whole_state()
 
         def spread(_: Optimizer) -> None:
