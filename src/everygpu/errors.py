@@ -116,7 +116,7 @@ class CheckpointContentError(CheckpointError, TypeError):
 
 
 class CheckpointBusyError(CheckpointError, BlockingIOError):
-    """Another saver, in this process or another, holds the lock of the same path."""
+    """Another saver, in this process or another, is writing to the same path."""
 
 
 class CheckpointMismatchError(CheckpointError, KeyError):

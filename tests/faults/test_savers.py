@@ -2,12 +2,13 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import everygpu
-from everygpu.errors import CheckpointBusyError, CheckpointDamagedError
+from everygpu.errors import CheckpointBusyError
 from tests.faults.inject import fork
 from tests.faults.savers import EVERYGPU, Weights, version_of
 
@@ -48,10 +49,8 @@ def test_two_processes_saving_to_one_path(tmp_path: Path) -> None:
     ]
     seen = set()
     while not all(os.waitid(os.P_PID, c, os.WEXITED | os.WNOHANG | os.WNOWAIT) for c in children):
-        try:
+        with suppress(CheckpointBusyError):  # on a busy machine a read may take as long as five saves
             seen.add(version_of(EVERYGPU.load(path)))
-        except CheckpointDamagedError as error:  # on a busy machine a read may take as long as five saves
-            assert "was replaced 5 times while it was read" in str(error)  # noqa: PT017
         if len(seen) >= NUM_SEEN:
             (tmp_path / "seen").touch()
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]

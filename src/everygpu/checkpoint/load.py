@@ -27,6 +27,7 @@ from everygpu.checkpoint.rng import plan_rng_restore
 from everygpu.checkpoint.states import Fit, check_targets, detach, plan_parts
 from everygpu.checkpoint.values import decode
 from everygpu.errors import (
+    CheckpointBusyError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointForeignError,
@@ -83,6 +84,7 @@ def load(
         CheckpointForeignError: it is of no format that is known, or can't be read without executing what
             is in it, or is of a newer format.
         CheckpointDamagedError: a file is missing, cut off or altered.
+        CheckpointBusyError: savers replaced the checkpoint again and again while it was read.
         CheckpointMismatchError: names, shapes, parameter groups or an optimizer's or scheduler's class differ, or a
             part was not saved.
         CheckpointContentError: a target can't be loaded into.
@@ -175,7 +177,7 @@ def _read_steadily(path: Path, verify: bool) -> Contents:
         else:
             if _stamp(directory) == before:
                 return contents
-    raise CheckpointDamagedError(
+    raise CheckpointBusyError(
         f"load: {path} was replaced {_MAX_READS} times while it was read. Load it while nothing is saving there."
     )
 
