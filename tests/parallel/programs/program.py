@@ -1,5 +1,6 @@
 """Random programs: what they consist of, drawn from a seed, and a description to read."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,7 +10,7 @@ import torch
 
 from tests.parallel.programs.blocks import BLOCKS, FOR_SEQUENCES
 from tests.parallel.programs.network import ANSWERS, CALLS, IN_MODEL, STEMS
-from tests.parallel.programs.training import EVENTS, LOOPS
+from tests.parallel.programs.training import AFTER_BACKWARD, EVENTS, LOOPS
 
 NUM_STEPS = 5
 
@@ -55,6 +56,8 @@ class Program:
     split: Any
     gather: str
     bucket_cap_mb: float | None
+    by_step: bool = False
+    """``TrainStep`` does all of the loop."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -100,6 +103,19 @@ def steady(program: Program) -> Program:
     return replace(
         program, rows=rows, lengths=lengths, counts=False, counts_writes=True, blocks=blocks, events=events, loop=loop
     )
+
+
+def one_call(seed: int) -> Program:
+    """Return the next program that ``TrainStep`` can run, all of whose loop it replaces."""
+    program = next(p for p in map(draw_program, itertools.count(seed)) if p.kind == "classifier")
+    events = {name for name in program.events if EVENTS[name][0] != AFTER_BACKWARD} - {"weights in one vector"}
+    # Hooks see what accumulates in another unit.
+    events -= {name for name in events if "hooks" in name and program.num_parts > 1}
+    return replace(
+        program, by_step=True, loop="plain", events=frozenset(events), wraps_stem=False, keeps_grads=False, grows=False,
+        autocast=False, optimizer="adamw" if program.optimizer == "two optimizers" else program.optimizer,
+        loss="mean in the model" if program.loss in IN_MODEL else program.loss,
+    )  # fmt: skip
 
 
 def _has_length(kind: str, stem: str) -> bool:

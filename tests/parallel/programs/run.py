@@ -20,7 +20,7 @@ from everygpu.parallel.engines import table
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings
 from tests.parallel.programs.network import Carrying, Critic, Generator, Net
-from tests.parallel.programs.program import NUM_STEPS, PENALTIES, Program, draw_program, steady
+from tests.parallel.programs.program import NUM_STEPS, PENALTIES, Program, draw_program, one_call, steady
 from tests.parallel.programs.training import (
     AFTER_BACKWARD,
     AFTER_STEP,
@@ -74,7 +74,8 @@ def _run_classifier(program: Program, wrap: Wrap, device: torch.device, num_step
         _happen(BEFORE, t, step)
         t.zero_grad()
         for part in range(program.num_parts):
-            t.watch(LOOPS[program.loop](t, make_batch(program, device, step, part)))
+            batch = make_batch(program, device, step, part)
+            t.watch(t.take_step(batch) if program.by_step else LOOPS[program.loop](t, batch))
         _finish(t, step)
     return _observe(t, model=t.model, teacher=t.teacher)
 
@@ -141,7 +142,8 @@ def _finish(t: Training, step: int) -> None:
 
 
 def _observe(t: Training, **models: nn.Module | None) -> Observed:
-    observed: Observed = {"seen": t.seen}
+    capture = t.step._capture if t.program.by_step else None
+    observed: Observed = {"seen": t.seen, "recordings": 0 if capture is None else len(capture._recordings)}
     for name, model in models.items():
         if model is not None:
             module = model.module if isinstance(model, everygpu.DataParallel) else model
@@ -200,6 +202,7 @@ class Setup:
     """An engine, and the devices to run it on."""
 
     engine: str
+    """Or "step", for ``TrainStep``."""
     device: str = "cpu"
     num_steps: int = NUM_STEPS
     num_programs: int = NUM_PROGRAMS
@@ -208,7 +211,8 @@ class Setup:
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
     def draw(self, seed: int) -> Program:
-        program = steady(draw_program(seed)) if self.records else draw_program(seed)
+        program = one_call(seed) if self.engine == "step" else draw_program(seed)
+        program = steady(program) if self.records else program
         return replace(program, counts_writes=False) if self.engine == "auto" else program
 
     def devices(self, num_replicas: int) -> list[torch.device]:
@@ -239,8 +243,18 @@ SETUPS = {
     "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     # On the command line alone: each recording is proven, which takes half a second.
     "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, records=True),
+    "step": Setup(engine="step", num_programs=NUM_PROGRAMS // 2),
+    "step-graphs": Setup(engine="step", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
     "graphs-gpu": Setup(engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
+    "step-gpu": Setup(
+        engine="step",
+        device="cuda",
+        num_steps=NUM_WARM_UPS + 4,
+        num_programs=NUM_PROGRAMS // 5,
+        records=True,
+        marks=ON_GPUS,
+    ),
 }
 """By the name that a test and the command line have for it."""
 
@@ -255,16 +269,20 @@ def check(setup: Setup, program: Program) -> tuple[list[str], int]:
     options: dict[str, Any] = program.options | {"split": split}
 
     def wrap(module: torch.nn.Module) -> torch.nn.Module:
-        models.append(everygpu.DataParallel(module, devices, engine=setup.engine, **options))
+        engine = "auto" if program.by_step else setup.engine
+        models.append(everygpu.DataParallel(module, devices, engine=engine, **options))
         return models[-1]
 
     try:
-        theirs = run_program(program, lambda module: module, devices[0], setup.num_steps)
+        theirs = run_program(replace(program, by_step=False), lambda module: module, devices[0], setup.num_steps)
         ours = run_program(program, wrap, devices[0], setup.num_steps)
     except Exception as error:
         said = [*traceback.format_exception_only(error), *traceback.format_tb(error.__traceback__)]
         return "".join(said).splitlines(), 0
-    return differences(ours, theirs, program.dtype), sum(map(num_recordings, models))
+    recorded = ours.pop("recordings") + theirs.pop("recordings") + sum(map(num_recordings, models))
+    if program.by_step:  # which has gradients in memory of its own
+        ours["model's gradients"] = theirs["model's gradients"]
+    return differences(ours, theirs, program.dtype), recorded
 
 
 def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_leaves
 
+import everygpu
 from tests.parallel.programs.blocks import WIDTH, Averaged, Tempered
 from tests.parallel.programs.network import CALLS, IGNORED, IN_MODEL, NUM_OUTPUTS, NUM_TOKENS, Answer, logits_of
 
@@ -84,11 +85,22 @@ class Training:
         else:
             self.optimizers = [kinds[self.program.optimizer](parameters)]
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers]
+        if self.program.by_step:
+            name = self.program.loss
+            loss = None if name in IN_MODEL else lambda output, batch: loss_of(name, logits_of(output), batch)
+            self.step = everygpu.TrainStep(self.model, loss, *self.optimizers, accumulate=self.program.num_parts)
+
+    def take_step(self, batch: Batch) -> Tensor:
+        """Do all that ``plain``, and the update after the last part, do with a batch."""
+        args, kwargs = self.call(lambda *args, **kwargs: (args, kwargs), batch)
+        if self.program.loss in IN_MODEL:
+            return self.step(args, y=batch["y"], **kwargs)
+        return self.step(args, {name: batch[name] for name in ("y", "classes")}, **kwargs)
 
     def watch(self, value: Any) -> None:
         self.seen.append(value.detach().clone() if isinstance(value, Tensor) else value)
 
-    def call(self, model: nn.Module, batch: Batch, **more: Any) -> Any:
+    def call(self, model: Callable[..., Any], batch: Batch, **more: Any) -> Any:
         return CALLS[self.program.call](model, batch["x"], batch["weight"], **more)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -116,7 +128,7 @@ class Training:
             optimizer.zero_grad(set_to_none=not self.program.keeps_grads)
 
     def update(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in () if self.program.by_step else self.optimizers:
             optimizer.step()
         for module in self.model.modules():
             if isinstance(module, Averaged):
@@ -425,6 +437,8 @@ def edit_weights(t: Training, step: int) -> None:
     with torch.no_grad():
         first.clamp_(-1, 1)
     last.data.mul_(0.9)
+    if t.program.by_step:
+        t.step.refresh()
     if step == 2:
         first.data = first.data + 0.01
 
