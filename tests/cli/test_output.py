@@ -1,18 +1,40 @@
-"""Where the output can't be written: one line and an exit code for every verb, and never a traceback."""
+"""What is printed: text, tables, and the bar of long work."""
 
+import io
 import os
+import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from rich.console import Console
 from torch import nn
 
 import everygpu
-from everygpu.cli import main
-from everygpu.cli.output import without_caller
+from everygpu.cli import main, output
+from everygpu.cli.output import harmless, plain, show_bar, without_caller
+from everygpu.devices import doctor
+from everygpu.devices.doctor import Diagnosis
 from tests.faults.inject import fork
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    assert harmless("läyer.0 ✓") == "läyer.0 ✓"
+    assert harmless("\x1b[31m\x07\n\u202e") == r"\x1b[31m\x07\n\u202e"
+    assert plain("\x9b2J").plain == r"\x9b2J"
+
+
+def test_lines_are_kept_on_request_only():
+    assert harmless("a\n\x1bb", keep="\n") == "a\n\\x1bb"
+
+
+def test_half_a_surrogate_pair_can_be_printed():
+    assert harmless("\udcff") == r"\udcff"
+
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork") or not Path("/dev/full").exists(), reason="needs fork and /dev/full"),
@@ -108,3 +130,65 @@ def test_a_script_may_do_without(folder, monkeypatch):
 )
 def test_names_of_functions_are_left_out(message, said):
     assert without_caller(message) == said
+
+
+HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    is_terminal = True
+
+    def isatty(self):
+        return self.is_terminal
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Have bars write to a terminal."""
+    stream = Terminal()
+
+    def console(**_):
+        return Console(file=stream, force_terminal=stream.isatty(), width=80, color_system=None)
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(output, "Console", console)
+    return stream
+
+
+def wait_for(terminal, words):
+    def lines():
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "\n", terminal.getvalue())
+        return [re.sub(r"[━╸╺ ]+", " ", line) for line in plain.split("\n")]
+
+    deadline = time.monotonic() + 60
+    while not any(words in line for line in lines()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert any(words in line for line in lines())
+
+
+def test_it_shows_how_much_is_done_and_goes(terminal):
+    with show_bar("hashing [/a]\x1b", 2**20) as count:
+        count(2**19)
+        wait_for(terminal, r"hashing [/a]\x1b 0.5/1.0 MiB")
+    assert terminal.getvalue().startswith(HIDDEN)
+    assert terminal.getvalue().endswith(f"{SHOWN}\r\x1b[1A{ERASED}")
+
+
+def test_nothing_is_shown_in_a_pipe_or_when_asked(terminal):
+    with show_bar("a", 2, quiet=True):
+        pass
+    terminal.is_terminal = False
+    with show_bar("a", 2) as count:
+        count(1)
+    assert terminal.getvalue() == ""
+
+
+def test_doctor_says_that_it_looks(terminal, monkeypatch):
+    def diagnose(environ, *, test_peers):
+        wait_for(terminal, "looking at drivers, torch and GPUs")
+        return Diagnosis(findings=(), peers=None)
+
+    monkeypatch.setattr(doctor, "diagnose", diagnose)
+    assert CliRunner().invoke(main, ["doctor"]).exit_code == 0

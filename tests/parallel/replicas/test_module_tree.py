@@ -1,4 +1,4 @@
-"""Where tensors sit in a module tree, and noticing that they sit elsewhere now."""
+"""Places in a module tree, and checks of the module to replicate."""
 
 import copy
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.module_tree import ModuleTree
+from everygpu.errors import ModuleError, PlacementError
+from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, place_module
 
 
 class Net(nn.Module):
@@ -150,3 +151,25 @@ def test_sparse_parameter_has_no_strides():
     net = nn.Module()
     net.weight = nn.Parameter(torch.eye(3).to_sparse())
     assert ModuleTree(net).is_current()
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript_is_refused_at_the_top_too():
+    with pytest.raises(ModuleError, match="got one at 'the top'"):
+        check_module(torch.jit.script(nn.Linear(1, 1)), "caller")
+
+
+def test_buffers_count_too():
+    module = nn.Linear(1, 1)
+    module.register_buffer("mask", torch.ones(1, device=META))
+    with pytest.raises(PlacementError, match=r"got 'weight' on cpu and 'mask' on meta. Move it .*module.to\('cpu'\)"):
+        place_module(module, CPU, "caller")
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d()], ids=["parameter", "buffer"])
+def test_lazy_module_is_told_to_run_first(lazy):
+    with pytest.raises(ModuleError, match="caller: parameters need a shape, got the lazy '.*'. Run one batch"):
+        place_module(lazy, CPU, "caller")

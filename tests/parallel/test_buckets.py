@@ -1,12 +1,179 @@
-"""Buckets: copies at fixed addresses, gradients added up on the way back."""
+"""Buckets: sizes, layout, what is sent, and gradients on the way back."""
+
+import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from everygpu.parallel.buckets import ALIGNMENT_BYTES, Bucket, Streams, broadcast_tensor, group_tensors
+import everygpu
+from everygpu.errors import OptionError
+from everygpu.parallel.buckets import (
+    ALIGNMENT_BYTES,
+    MIB,
+    NUM_UPDATE_BUCKETS,
+    REPLICA_BYTES,
+    UPDATE_BYTES,
+    Bucket,
+    Streams,
+    broadcast_tensor,
+    group_tensors,
+    plan_buckets,
+    replica_bucket_bytes,
+    update_bucket_bytes,
+)
+from tests import tape
+
+TINY = 1e-5
+CPU = ["cpu"] * 2
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 6), torch.randn(6, 3)
+
+
+def test_defaults_and_a_cap() -> None:
+    small, large = [torch.empty(10)], [torch.empty(240 * MIB, device="meta")]
+    assert replica_bucket_bytes(None) == REPLICA_BYTES == 25 * MIB
+    assert replica_bucket_bytes(0.5) == MIB // 2
+    assert update_bucket_bytes(small, None) == 12 * MIB
+    assert update_bucket_bytes(large, None) == 20 * MIB
+    assert update_bucket_bytes(large, 1) == MIB
+    assert update_bucket_bytes(small, None, over_ranks=True) == REPLICA_BYTES
+    assert replica_bucket_bytes(1e-9) == 1
+
+
+@pytest.mark.parametrize("cap", [0, -1.0, float("nan"), float("inf"), True, "25"])
+def test_what_is_no_size_is_refused(cap: Any) -> None:
+    net = make_net()
+    with pytest.raises(OptionError, match="DataParallel: bucket_cap_mb must be a finite number of MiB above 0"):
+        everygpu.DataParallel(net, CPU, bucket_cap_mb=cap)
+    with pytest.raises(OptionError, match="ShardedOptimizer: bucket_cap_mb must be"):
+        everygpu.ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), CPU, bucket_cap_mb=cap)
+
+
+@pytest.mark.parametrize("engine", ["threads", "graphs"])
+def test_data_parallel_with_a_bucket_for_each_parameter(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape.install(monkeypatch, fused=True)
+    plain = make_net()
+    model = everygpu.DataParallel(copy.deepcopy(plain), CPU, engine=engine, bucket_cap_mb=TINY)
+    for _ in range(6):
+        x, y = batch()
+        for net in (plain, model):
+            net.zero_grad()
+            F.mse_loss(net(x), y).backward()
+        torch.testing.assert_close([p.grad for p in model.module.parameters()], [p.grad for p in plain.parameters()])
+    recorder = getattr(model._engine, "recorder", None)
+    groups = recorder.sync.groups if recorder else model._replicas._buckets  # type: ignore[union-attr]
+    assert len(groups) == 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_train_step_takes_its_buckets_from_the_model(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape.install(monkeypatch, fused=fused)
+    plain, ours = make_net(), make_net()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in (plain, ours)]
+    model = everygpu.DataParallel(ours, CPU, bucket_cap_mb=TINY)
+    step = everygpu.TrainStep(model, F.mse_loss, optimizers[1])
+    for _ in range(6):
+        x, y = batch()
+        optimizers[0].zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        optimizers[0].step()
+        step(x, y)
+    assert len(step._strategy.flat_params.plans) == 4
+    torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
+
+
+def test_sharded_optimizer_with_a_bucket_for_each_parameter() -> None:
+    plain, ours = make_net(), make_net()
+    stock = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    sharded = everygpu.ShardedOptimizer(torch.optim.AdamW(ours.parameters(), lr=0.1), CPU, bucket_cap_mb=TINY)
+    for _ in range(3):
+        x, y = batch()
+        for net, optimizer in ((plain, stock), (ours, sharded)):
+            optimizer.zero_grad()
+            F.mse_loss(net(x), y).backward()
+            optimizer.step()
+    assert len(sharded._shards._plans) == 4
+    torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
+    assert copy.deepcopy(sharded).bucket_cap_mb == TINY
+
+
+shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
+
+
+@given(shapes=shapes, num_chunks=st.integers(1, 9), limit_bytes=st.sampled_from([1, 4096, 2**20]))
+def test_every_element_is_in_one_piece(shapes, num_chunks, limit_bytes):
+    params = [torch.zeros(shape) for shape in shapes]
+    seen = [torch.zeros(p.numel(), dtype=torch.int64) for p in params]
+    for plan in plan_buckets(params, num_chunks, limit_bytes):
+        assert plan.numel == plan.chunk_numel * num_chunks
+        for chunk in range(num_chunks):
+            for piece in plan.pieces(chunk):
+                assert piece.start + piece.numel <= plan.chunk_numel
+                seen[piece.index][piece.offset : piece.offset + piece.numel] += 1
+    assert all((count == 1).all() for count in seen)
+
+
+@given(shapes=shapes, num_chunks=st.integers(1, 9))
+def test_pieces_say_where_their_elements_are(shapes, num_chunks):
+    params = [torch.zeros(shape) for shape in shapes]
+    for plan in plan_buckets(params, num_chunks):
+        flat = torch.arange(plan.numel)
+        for chunk in range(num_chunks):
+            part = flat.narrow(0, chunk * plan.chunk_numel, plan.chunk_numel)
+            for piece in plan.pieces(chunk):
+                slot = next(s for s in plan.slots if s.index == piece.index)
+                memory = flat.narrow(0, slot.start, slot.numel)
+                expected = memory[piece.offset : piece.offset + piece.numel]
+                assert part[piece.start : piece.start + piece.numel].equal(expected)
+
+
+def test_buckets_hold_one_dtype_and_are_closed_at_a_size():
+    params = [torch.zeros(10), torch.zeros(10, dtype=torch.float64), torch.zeros(10), torch.zeros(10)]
+    plans = plan_buckets(params, 1, limit_bytes=60)
+    assert [[slot.index for slot in plan.slots] for plan in plans] == [[3, 2], [1], [0]]
+    assert [plan.dtype for plan in plans] == [torch.float32, torch.float64, torch.float32]
+
+
+def test_large_models_have_larger_buckets_and_not_more_of_them():
+    params = [torch.empty(UPDATE_BYTES // 4) for _ in range(3 * NUM_UPDATE_BUCKETS)]  # never touched
+    assert len(plan_buckets(params[:4], 2, update_bucket_bytes(params[:4], None))) == 4
+    assert len(plan_buckets(params, 2, update_bucket_bytes(params, None))) <= NUM_UPDATE_BUCKETS + 1
+
+
+def test_views_have_the_parameters_own_strides():
+    weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    turned = torch.randn(5, 3).t()
+    (plan,) = plan_buckets([weight, turned], 3)
+    flat = torch.zeros(plan.numel)
+    for slot, p in zip(plan.slots, [turned, weight]):
+        view = slot.view(flat)
+        assert view.shape == p.shape
+        assert view.stride() == p.stride()
+        view.copy_(p)
+    assert plan.slots[1].view(flat).equal(weight)
+    assert flat.count_nonzero() == weight.numel() + turned.numel()
+
+
+def test_recurrent_weights_stay_in_one_piece_of_memory():
+    storage = torch.randn(40)
+    params = [nn.Parameter(storage[0:10].view(2, 5)), nn.Parameter(storage[10:35]), nn.Parameter(torch.zeros(3))]
+    plans = plan_buckets(params, 2)
+    starts = {slot.index: (k, slot.start) for k, plan in enumerate(plans) for slot in plan.slots}
+    assert starts[0][0] == starts[1][0]
+    assert (starts[0][1], starts[1][1]) == (0, 10)
+
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,9 +212,9 @@ class TestCopies:
         rows = make_bucket(originals, used).refresh(originals, every_replica(used))
         assert len(rows) == len(used) - 1
         for row, device in zip(rows, used[1:]):
-            for copy, original in zip(row, originals):
-                assert copy.device == device
-                assert copy.cpu().equal(original.cpu())
+            for sent, original in zip(row, originals):
+                assert sent.device == device
+                assert sent.cpu().equal(original.cpu())
 
     def test_that_trust_versions_are_sent_when_torch_counts_a_write_or_memory_is_replaced(self, devices):
         used = devices(3)
