@@ -162,9 +162,28 @@ def weigh_by_tokens():
     torch.testing.assert_close(model.module.weight.grad, bare.weight.grad)
 
 
+def replace_layers():
+    """Train with a layer that each rank has drawn by itself, after the model was wrapped, or was copied."""
+    found = []
+    for is_copied, by_step in itertools.product((False, True), repeat=2):
+        model = everygpu.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["cpu"])
+        torch.manual_seed(join().rank)
+        model.module[1] = nn.Linear(4, 2)
+        model = copy.deepcopy(model) if is_copied else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if by_step:
+            everygpu.TrainStep(model, nn.MSELoss(), optimizer)(torch.ones(2, 3), torch.ones(2, 2))
+        else:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        found += [p.tolist() for p in model.parameters()]
+    assert join().gather(found) == [found] * 2
+
+
 def differentiate_and_weigh():
     differentiate()
     weigh_by_tokens()
+    replace_layers()
 
 
 def test_gradients_that_can_not_be_added_up_and_those_that_weigh_what_is_counted(tmp_path):

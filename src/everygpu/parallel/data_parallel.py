@@ -28,7 +28,7 @@ from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_ou
 from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
 from everygpu.parallel.fully_sharded.wrap import share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
-from everygpu.parallel.ranks import RankModel, check_devices, own_devices, start_alike
+from everygpu.parallel.ranks import RankModel, check_devices, own_devices
 from everygpu.parallel.replicas.module_tree import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
@@ -171,8 +171,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self.split = settle_split(split, self.replica_devices)
         if group is not None and sharding is None:
             check_devices(group, self.replica_devices)
-            start_alike(group, self.module)
         self._prepare()
+        if self._ranks is not None and sharding is None:
+            self._ranks.look_at(self.module)
 
     def _share_out(self, group: Group | None, module: nn.Module, sharding: Sharding) -> ShardedRankModel:
         group = check_ranks(group, sharding, self.replica_devices)

@@ -31,11 +31,6 @@ from everygpu.ranks.group import Group, SpreadBatch, forward_of
 from everygpu.torch_private.core import NO_BACKWARD, after_backward, backward_id, foreach_copy_, will_execute
 
 
-def start_alike(group: Group, module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    copy_from_first(group, check_alike(group, module))
-
-
 def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module of which every rank has one.
 
@@ -439,6 +434,7 @@ class RankModel:
         self._is_held: bool = before is not None and before._is_held
         self._is_apart = False
         self._tree: ModuleTree | None = None
+        self._params: dict[str, Tensor] = {} if before is None else before._params
 
     def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
         """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up."""
@@ -488,15 +484,18 @@ class RankModel:
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
-        self._look_at(module)
+        self.look_at(module)
         if module.training:
             copy_from_first(self.group, self._buffers)
 
-    def _look_at(self, module: nn.Module) -> None:
-        """Find the module's tensors anew where others have taken their places."""
+    def look_at(self, module: nn.Module) -> None:
+        """Find the module's tensors anew where others have taken their places; all ranks start with rank 0's."""
         if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
+            known = set(map(id, self._params.values()))
             self._tree = ModuleTree(module)
             self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
+            if not known.issuperset(map(id, self._params.values())):
+                copy_from_first(self.group, check_alike(self.group, module))
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
@@ -513,7 +512,7 @@ class RankModel:
         """Add up no gradients of the next backward."""
         self._gradients = None
         if torch.is_grad_enabled():
-            self._look_at(module)
+            self.look_at(module)
             check_hooks(self._params)
             self.group.last_forward = None
 
