@@ -184,7 +184,7 @@ class BatchWeights:
         numbers[0].mul_(found)
         numbers = numbers if flags is None else torch.cat([numbers, flags.to(dtype)])
         self._group.all_reduce(numbers)()
-        self._all = numbers[1].to(self._home, torch.float32)
+        self._all = numbers[1].to(self._home, self._share.dtype)
         return (numbers[0] / numbers[1]).to(loss.dtype), None if flags is None else numbers[2:]
 
     def leave_out_empty(self, loss: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class BatchWeights:
 
     def _count(self, batch: Batch) -> float | Tensor:
         found = self._weigh(*batch)
-        return found.to(self._home, torch.float32) if isinstance(found, Tensor) else found
+        return found.to(self._home, self._share.dtype) if isinstance(found, Tensor) else found
 
     def _find_unit(self, here: float | Tensor) -> float:
         found = max(float(here), 1.0)

@@ -58,6 +58,8 @@ class Program:
     bucket_cap_mb: float | None
     by_step: bool = False
     """``TrainStep`` does all of the loop."""
+    share: tuple[int, int] = (0, 1)
+    """Which of how many ranks this is: it trains on its rows."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -115,6 +117,24 @@ def one_call(seed: int) -> Program:
         program, by_step=True, loop="plain", events=frozenset(events), wraps_stem=False, keeps_grads=False, grows=False,
         autocast=False, optimizer="adamw" if program.optimizer == "two optimizers" else program.optimizer,
         loss="mean in the model" if program.loss in IN_MODEL else program.loss,
+    )  # fmt: skip
+
+
+NOT_ON_RANKS = frozenset(
+    {"reentrant checkpoint", "running mean", "moving", "averaged", "counter", "experts", "frozen norm"}
+)
+"""Refused there; or with state that is made of one rank's rows."""
+
+
+def on_ranks(seed: int) -> Program:
+    """Return a program without hooks on parameters, whose loss is a mean over rows; for odd seeds by ``TrainStep``."""
+    draws = map(one_call if seed % 2 else draw_program, itertools.count(seed))
+    program = next(p for p in draws if p.kind == "classifier")
+    return replace(
+        program, loop="plain", autocast=False, counts=False, grows=False, wraps_stem=False, gather="sharded",
+        loss="mean in the model" if program.loss in IN_MODEL else "mse", rows=tuple(max(3, n) for n in program.rows),
+        events=frozenset(name for name in program.events if "hooks" not in name) - {"weights in one vector"},
+        blocks=tuple(name for name in program.blocks if name not in NOT_ON_RANKS),
     )  # fmt: skip
 
 

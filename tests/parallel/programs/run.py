@@ -74,7 +74,7 @@ def _run_classifier(program: Program, wrap: Wrap, device: torch.device, num_step
         _happen(BEFORE, t, step)
         t.zero_grad()
         for part in range(program.num_parts):
-            batch = make_batch(program, device, step, part)
+            batch = t.own_rows(make_batch(program, device, step, part))
             t.watch(t.take_step(batch) if program.by_step else LOOPS[program.loop](t, batch))
         _finish(t, step)
     return _observe(t, model=t.model, teacher=t.teacher)

@@ -90,6 +90,12 @@ class Training:
             loss = None if name in IN_MODEL else lambda output, batch: loss_of(name, logits_of(output), batch)
             self.step = everygpu.TrainStep(self.model, loss, *self.optimizers, accumulate=self.program.num_parts)
 
+    def own_rows(self, batch: Batch) -> Batch:
+        """Return what a rank trains on; the first has the fewest rows."""
+        rank, size = self.program.share
+        ends = [len(batch["x"]) * (i * i + i) // (size * size + size) for i in range(size + 1)]
+        return {name: value[ends[rank] : ends[rank + 1]] for name, value in batch.items()}
+
     def take_step(self, batch: Batch) -> Tensor:
         """Do all that ``plain``, and the update after the last part, do with a batch."""
         args, kwargs = self.call(lambda *args, **kwargs: (args, kwargs), batch)
