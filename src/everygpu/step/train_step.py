@@ -17,7 +17,7 @@ from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, keep_statistics, put_back_unless_finite
+from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, Kept, keep_statistics, put_back_unless_finite
 from everygpu.step.loss import BatchWeights, as_batch, as_number, at_device, loss_in, refusing_partial_grads, roots_of
 from everygpu.step.options import (
     PRECISIONS,
@@ -301,16 +301,16 @@ class TrainStep:
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
         if update is None:
             self._strategy.flat_params.attach_grads()
-        before = None
+        before: Kept = []
         if self._finite_check.is_on:
             before = keep_statistics(roots_of(self.model, self.loss), self.model.replica_devices)
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
-                if before is not None:
+                if before:
                     put_back_unless_finite(before, self._weights.leave_out_empty(loss))
-                    if update is not None:
-                        update.check(loss.detach())
+                if update is not None and self._finite_check.is_on:
+                    update.check(loss.detach())
                 seed = self._weights.seed(loss)
                 is_only = self.accumulate == 1
                 watching = self._strategy.adding_up(is_only=is_only) if update is None else update.watching()
