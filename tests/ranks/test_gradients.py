@@ -170,6 +170,9 @@ def replace_layers():
         torch.manual_seed(join().rank)
         model.module[1] = nn.Linear(4, 2)
         model = copy.deepcopy(model) if is_copied else model
+        if is_copied and join().rank == 0:  # evaluates it alone
+            model.eval()(torch.ones(2, 3))
+            model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if by_step:
             everygpu.TrainStep(model, nn.MSELoss(), optimizer)(torch.ones(2, 3), torch.ones(2, 2))

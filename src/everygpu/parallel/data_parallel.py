@@ -173,7 +173,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             check_devices(group, self.replica_devices)
         self._prepare()
         if self._ranks is not None and sharding is None:
-            self._ranks.look_at(self.module)
+            self._ranks.look_at(self.module, is_wrapped_now=True)
 
     def _share_out(self, group: Group | None, module: nn.Module, sharding: Sharding) -> ShardedRankModel:
         group = check_ranks(group, sharding, self.replica_devices)

@@ -434,7 +434,8 @@ class RankModel:
         self._is_held: bool = before is not None and before._is_held
         self._is_apart = False
         self._tree: ModuleTree | None = None
-        self._params: dict[str, Tensor] = {} if before is None else before._params
+        self._alike: list[Tensor] = [] if before is None else before._alike
+        """Parameters that had rank 0's values once."""
 
     def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
         """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up."""
@@ -488,14 +489,22 @@ class RankModel:
         if module.training:
             copy_from_first(self.group, self._buffers)
 
-    def look_at(self, module: nn.Module) -> None:
-        """Find the module's tensors anew where others have taken their places; all ranks start with rank 0's."""
+    def look_at(self, module: nn.Module, *, is_wrapped_now: bool = False) -> None:
+        """Find the module's tensors anew where others have taken their places; all ranks start with rank 0's.
+
+        A copy of a wrapper starts when it is trained: one rank may evaluate it alone.
+        """
         if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
-            known = set(map(id, self._params.values()))
             self._tree = ModuleTree(module)
             self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
-            if not known.issuperset(map(id, self._params.values())):
-                copy_from_first(self.group, check_alike(self.group, module))
+            self._has_new = not set(map(id, self._alike)).issuperset(map(id, self._params.values()))
+        elif not self._has_new:
+            return
+        if self._has_new and (is_wrapped_now or self._alike or module.training):
+            copy_from_first(self.group, check_alike(self.group, module))
+            self._has_new = False
+        if not self._has_new:
+            self._alike = list(self._params.values())
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
