@@ -497,13 +497,11 @@ class RankModel:
         if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
             self._tree = ModuleTree(module)
             self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
-            self._has_new = not set(map(id, self._alike)).issuperset(map(id, self._params.values()))
-        elif not self._has_new:
-            return
-        if self._has_new and (is_wrapped_now or self._alike or module.training):
+            alike = set(map(id, self._alike))
+            self._alike = [p for p in self._params.values() if id(p) in alike]
+        has_new = len(self._alike) < len(self._params)
+        if is_wrapped_now or (has_new and (self._alike or module.training)):
             copy_from_first(self.group, check_alike(self.group, module))
-            self._has_new = False
-        if not self._has_new:
             self._alike = list(self._params.values())
 
     @contextlib.contextmanager

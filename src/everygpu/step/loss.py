@@ -130,8 +130,7 @@ class BatchWeights:
         self._accumulate = 1
         self._is_needed = False
         self._unit: float | None = None  # gradients stay in the range that they have with one batch
-        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        wide = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._share = torch.ones((), dtype=wide, device=self._home)
         self._written = 1.0
         self._here: float | Tensor = 1.0

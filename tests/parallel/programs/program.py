@@ -1,6 +1,5 @@
 """Random programs: what they consist of, drawn from a seed, and a description to read."""
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -107,9 +106,16 @@ def steady(program: Program) -> Program:
     )
 
 
+def classifier(seed: int) -> Program:
+    """Return a program of that kind."""
+    program = draw_program(seed)
+    stem = "sequence" if program.kind == "carried state" else program.stem  # whose blocks may be for sequences
+    return replace(program, kind="classifier", stem=stem)
+
+
 def one_call(seed: int) -> Program:
-    """Return the next program that ``TrainStep`` can run, all of whose loop it replaces."""
-    program = next(p for p in map(draw_program, itertools.count(seed)) if p.kind == "classifier")
+    """Return a program that ``TrainStep`` can run, all of whose loop it replaces."""
+    program = classifier(seed)
     events = {name for name in program.events if EVENTS[name][0] != AFTER_BACKWARD} - {"weights in one vector"}
     # Hooks see what accumulates in another unit.
     events -= {name for name in events if "hooks" in name and program.num_parts > 1}
@@ -128,8 +134,7 @@ NOT_ON_RANKS = frozenset(
 
 def on_ranks(seed: int) -> Program:
     """Return a program without hooks on parameters, whose loss is a mean over rows; for odd seeds by ``TrainStep``."""
-    draws = map(one_call if seed % 2 else draw_program, itertools.count(seed))
-    program = next(p for p in draws if p.kind == "classifier")
+    program = one_call(seed) if seed % 2 else classifier(seed)
     return replace(
         program, loop="plain", autocast=False, counts=False, grows=False, wraps_stem=False, gather="sharded",
         loss="mean in the model" if program.loss in IN_MODEL else "mse", rows=tuple(max(3, n) for n in program.rows),
