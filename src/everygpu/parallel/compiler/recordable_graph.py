@@ -1,4 +1,8 @@
-"""What a trace may contain for a CUDA graph of it to repeat the call: kernels on tensors that stay in place."""
+"""What a forward's trace may contain for a CUDA graph of it to repeat the call: kernels on tensors that stay in place.
+
+A function of that returns None, or a reason in one line. Those before read Dynamo's graphs, each a
+``torch.fx.GraphModule`` whose parameters are inputs, or say what tracing a module takes.
+"""
 
 import dis
 import os

@@ -226,7 +226,8 @@ def _unweighted(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _call(func, args, kwargs)
 
 
-# Sums and means over the rows.
+# Sums and means over the rows: torch's own gradient of a mean begins as one tensor of the joined shape, and doesn't
+# know of rows behind results. These are functions of their own, whose gradients stay on the devices.
 
 
 def _reduce_rows(func: Any, args: Args, kwargs: Kwargs) -> Any:
