@@ -58,6 +58,7 @@ WORKLOADS = {
     "resnet18": "ResNet-18, 32 px",
     "qwen2": "Qwen2, 12 layers",
     "qwen2_512": "Qwen2, 12 layers of width 512",
+    "qwen2_512_32k": "Qwen2, 12 layers of width 512, 32,000 tokens",
     "resnet18_64": "ResNet-18, 64 px",
     "resnet50": "ResNet-50",
     "simclr": "SimCLR, ResNet-18",
