@@ -63,22 +63,97 @@ def test_a_share_without_targets_counts_nothing(batch):
     assert list(loss.shard_rows) == [tensor(x, y), 0]
 
 
-def test_of_a_causal_model_the_first_label_of_a_row_predicts_nothing(batch):
-    class SmallForCausalLM(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+class Language(nn.Module):
+    """Embeds tokens and says which come next."""
 
-        def forward(self, ids, labels):
-            logits = self.head(self.embed(ids))
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
 
+    def logits(self, ids):
+        return self.head(self.embed(ids))
+
+
+class Shifting(Language):
+    def forward(self, ids, labels):
+        logits = self.logits(ids)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class ByVariables(Language):
+    def forward(self, ids, labels):
+        shift_logits, shift_labels = self.logits(ids)[..., :-1, :], labels.narrow(1, 1, 3)
+        return nn.CrossEntropyLoss()(shift_logits.flatten(0, 1), shift_labels.flatten())
+
+
+class UnshiftedForCausalLM(Language):
+    """As ``BartForCausalLM``: labels are shifted before they come."""
+
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten())
+
+
+class Inheriting(Shifting):
+    pass
+
+
+class Wrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Shifting()
+
+    def forward(self, ids, labels):
+        return 2 * self.inner(ids, labels)
+
+
+def loss_for_causal_lm(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def loss_for_masked_lm(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+loss_for_causal_lm.__name__, loss_for_masked_lm.__name__ = "ForCausalLMLoss", "ForMaskedLMLoss"
+
+
+class ByFunction(Language):
+    """As most models of ``transformers``."""
+
+    loss_function = staticmethod(loss_for_causal_lm)
+
+    def forward(self, ids, labels):
+        return self.loss_function(self.logits(ids), labels)
+
+
+class ByAnotherFunction(ByFunction):
+    loss_function = staticmethod(loss_for_masked_lm)
+
+
+TYPED = {"Language": Language, "F": F}
+exec(  # of which no source is known, as of what is typed into a prompt
+    """class TypedForCausalLM(Language):
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.logits(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+""",
+    TYPED,
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Shifting, ByVariables, UnshiftedForCausalLM, Inheriting, Wrapping, ByFunction, ByAnotherFunction),
+        TYPED["TypedForCausalLM"],
+    ],
+)
+def test_whether_the_first_label_of_a_row_counts_is_known_from_the_models_code(batch, kind):
     _, y = batch
     y[1:3] = torch.tensor([3, -100, 2, 1])
-    model = everygpu.DataParallel(SmallForCausalLM(), ["cpu"] * 2)
+    model = everygpu.DataParallel(kind().double(), ["cpu"] * 2)
     ids = y.clamp(min=0)
-    torch.testing.assert_close(model(ids, labels=y).mean(), model.module(ids, labels=y))
+    torch.testing.assert_close(model(ids, labels=y).mean(), model.module(ids, labels=y), rtol=1e-13, atol=0)
 
 
 def test_a_caller_who_normalizes_is_left_alone():

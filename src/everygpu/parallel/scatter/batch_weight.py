@@ -1,6 +1,8 @@
 """How much a batch, or a share of one, counts beside others: what the user counts, or what is known, or rows."""
 
+import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.parallel.sharded.layout import DeviceWeights
 
 Weight = Callable[..., float | Tensor]
+
+_LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss")
+_SHIFTS = re.compile(r"\bshift(ed)?_labels\b|\blabels\[(\.\.\.|:), ?1:")
 
 
 def weigh_batch(
@@ -71,17 +76,38 @@ def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: tor
 
 
 def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:
-    """Count the ``labels`` that aren't -100, as a model of ``transformers`` averages its loss over them.
-
-    A causal language model, known by the name of its class, leaves out each row's first one, which nothing predicts.
-    """
+    """Count the ``labels`` that aren't -100, as a model that returns its loss averages over them."""
     labels = kwargs.get("labels")
     if not isinstance(labels, Tensor) or not _are_classes(labels):
         return None
-    name = type(unwrap(module)).__name__
-    if labels.ndim > 1 and ("CausalLM" in name or "LMHead" in name):
-        labels = labels[:, 1:]
-    return torch.ne(labels, -100).sum()
+    return torch.ne(labels[:, 1:] if labels.ndim > 1 and _leaves_out_first(module) else labels, -100).sum()
+
+
+def _leaves_out_first(module: nn.Module) -> bool:
+    """Tell whether a loss is of each row's labels but the first, which nothing predicts, by the model's own code.
+
+    A model may hand its labels to one inside; those of ``transformers`` have their loss in ``loss_function``.
+    """
+    for inner in module.modules():
+        kind: Any = type(inner)
+        code = _loss_code(kind)
+        if "self.loss_function(" in code:
+            return "CausalLM" in getattr(inner.loss_function, "__name__", "")
+        if code:
+            return _SHIFTS.search(code) is not None
+    return "CausalLM" in type(unwrap(module)).__name__
+
+
+@functools.lru_cache(maxsize=1024)
+def _loss_code(kind: Any) -> str:
+    """Return the code of a class whose forward takes labels and computes a loss; of another, or unknown code, ""."""
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    try:
+        takes_labels = "labels" in inspect.signature(kind.forward).parameters
+        code = inspect.getsource(owner) if takes_labels else ""
+    except (OSError, TypeError, ValueError):  # typed into a prompt, or compiled
+        return ""
+    return code if _LOSSES.search(code) else ""
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
