@@ -36,6 +36,8 @@ KINDS = {
     "Llava": ("ForConditionalGeneration", {"text_config": {"model_type": "llama", **TEXT, **ENDS},
                                            "vision_config": {"model_type": "clip_vision_model", **IMAGES}}),
     "ViT": ("ForImageClassification", IMAGES),
+    "Segformer": ("ForSemanticSegmentation", {"depths": [1] * 4, "hidden_sizes": [8] * 4, "sr_ratios": [1] * 4,
+                                              "num_attention_heads": [1] * 4, "decoder_hidden_size": 8}),
 }  # fmt: skip
 
 
@@ -47,6 +49,11 @@ def inputs_of(name):
     if name == "ViT":
         images = torch.randn(ROWS, 3, 32, 32, generator=generator, dtype=torch.float64)
         return {"pixel_values": images, "labels": torch.arange(ROWS) % 2}
+    if name == "Segformer":
+        images = torch.randn(ROWS, 3, 32, 32, generator=generator, dtype=torch.float64)
+        pixels = torch.randint(0, 2, (ROWS, 32, 32), generator=generator)
+        pixels[0], pixels[1, 5:] = 255, 255  # what it ignores
+        return {"pixel_values": images, "labels": pixels}
     if name == "Whisper":
         sounds = torch.randn(ROWS, 8, 40, generator=generator, dtype=torch.float64)
         return {"input_features": sounds, "labels": labels}
@@ -58,7 +65,7 @@ def test_outputs_and_gradients_equal_one_device(devices, name):
     kind, config = KINDS[name]
     torch.manual_seed(0)
     bare = getattr(transformers, name + kind)(getattr(transformers, name + "Config")(**config))
-    bare = bare.double().to(devices(2)[0])
+    bare = bare.double().to(devices(2)[0]).train(name != "Segformer")  # its BatchNorm sees a replica's rows
     model = everygpu.DataParallel(bare, devices(2))
     inputs = {key: value.to(devices(2)[0]) for key, value in inputs_of(name).items()}
     found, expected = model(**inputs), bare(**inputs)

@@ -1,5 +1,7 @@
 """How much the result of each replica counts: by its rows, ``labels`` that aren't -100, or what ``weight=`` says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -131,6 +133,23 @@ class ByAnotherFunction(ByFunction):
     loss_function = staticmethod(loss_for_masked_lm)
 
 
+class IgnoringAnother(Language):
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+class IgnoringByAttribute(Language):
+    """As models of segmentation."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(ignored=3)
+
+    def forward(self, ids, labels):
+        loss = nn.CrossEntropyLoss(ignore_index=self.config.ignored)
+        return loss(self.logits(ids).flatten(0, 1), labels.flatten())
+
+
 TYPED = {"Language": Language, "F": F}
 exec(  # of which no source is known, as of what is typed into a prompt
     """class TypedForCausalLM(Language):
@@ -145,14 +164,17 @@ exec(  # of which no source is known, as of what is typed into a prompt
     "kind",
     [
         *(Shifting, ByVariables, UnshiftedForCausalLM, Inheriting, Wrapping, ByFunction, ByAnotherFunction),
+        *(IgnoringAnother, IgnoringByAttribute),
         TYPED["TypedForCausalLM"],
     ],
 )
-def test_whether_the_first_label_of_a_row_counts_is_known_from_the_models_code(batch, kind):
+def test_which_labels_count_is_known_from_the_models_code(batch, kind):
     _, y = batch
     y[1:3] = torch.tensor([3, -100, 2, 1])
+    y[:2, 2] = 3
     model = everygpu.DataParallel(kind().double(), ["cpu"] * 2)
     ids = y.clamp(min=0)
+    y = y.clamp(min=0) if kind.__name__.startswith("Ignoring") else y
     torch.testing.assert_close(model(ids, labels=y).mean(), model.module(ids, labels=y), rtol=1e-13, atol=0)
 
 

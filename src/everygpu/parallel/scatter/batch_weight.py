@@ -2,9 +2,11 @@
 
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,11 @@ from everygpu.parallel.sharded.layout import DeviceWeights
 
 Weight = Callable[..., float | Tensor]
 
+_IGNORED = -100
+"""Torch's own ``ignore_index``."""
 _LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss")
 _SHIFTS = re.compile(r"\bshift(ed)?_labels\b|\blabels\[(\.\.\.|:), ?1:")
+_IGNORE_INDEX = re.compile(r"\bignore_index ?= ?(?:self\.)?(-?\d+|(?<=self\.)[\w.]+)")
 
 
 def weigh_batch(
@@ -76,43 +81,59 @@ def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: tor
 
 
 def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:
-    """Count the ``labels`` that aren't -100, as a model that returns its loss averages over them."""
+    """Count the ``labels`` that a loss which the model returns is the mean of: those that aren't -100, say."""
     labels = kwargs.get("labels")
     if not isinstance(labels, Tensor) or not _are_classes(labels):
         return None
-    return torch.ne(labels[:, 1:] if labels.ndim > 1 and _leaves_out_first(module) else labels, -100).sum()
+    is_shifted, ignored = _read_loss(module)
+    return torch.ne(labels[:, 1:] if labels.ndim > 1 and is_shifted else labels, ignored).sum()
 
 
-def _leaves_out_first(module: nn.Module) -> bool:
-    """Tell whether a loss is of each row's labels but the first, which nothing predicts, by the model's own code.
+class LossCode(NamedTuple):
+    """What the code of a class says of the loss that its forward computes of ``labels``."""
 
-    A model may hand its labels to one inside; those of ``transformers`` have their loss in ``loss_function``.
-    """
-    for inner in module.modules():
+    is_function: bool
+    """Whether it is the module's ``loss_function``, as in most models of ``transformers``."""
+    is_shifted: bool
+    """Whether the first label of each row is left out, which nothing predicts."""
+    ignored: str
+    """What ``ignore_index`` is: a number, the name of an attribute, or "" for torch's own."""
+
+
+def _read_loss(module: nn.Module) -> tuple[bool, int]:
+    """Tell whether a model's loss leaves out the first label of each row, and which label it ignores."""
+    for inner in module.modules():  # a model may hand its labels to one inside
         kind: Any = type(inner)
-        code = _loss_code(kind)
-        if "self.loss_function(" in code:
-            return "CausalLM" in getattr(inner.loss_function, "__name__", "")
-        if code:
-            return _SHIFTS.search(code) is not None
-    return "CausalLM" in type(unwrap(module)).__name__
+        if (code := _loss_code(kind)) is None:
+            continue
+        is_shifted, ignored = code.is_shifted, _IGNORED
+        if code.is_function:
+            is_shifted = "CausalLM" in getattr(inner.loss_function, "__name__", "")
+        if code.ignored:
+            with suppress(AttributeError, TypeError):  # of code that doesn't run
+                is_number = code.ignored.lstrip("-").isdigit()
+                ignored = int(code.ignored) if is_number else operator.index(operator.attrgetter(code.ignored)(inner))
+        return is_shifted, ignored
+    return "CausalLM" in type(unwrap(module)).__name__, _IGNORED
 
 
 @functools.lru_cache(maxsize=1024)
-def _loss_code(kind: Any) -> str:
-    """Return the code of a class whose forward takes labels and computes a loss; of another, or unknown code, ""."""
+def _loss_code(kind: Any) -> LossCode | None:
+    """Read the code of a class; None where its forward takes no labels, computes no loss, or has no known code."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     try:
-        takes_labels = "labels" in inspect.signature(kind.forward).parameters
-        code = inspect.getsource(owner) if takes_labels else ""
+        code = inspect.getsource(owner) if "labels" in inspect.signature(kind.forward).parameters else ""
     except (OSError, TypeError, ValueError):  # typed into a prompt, or compiled
-        return ""
-    return code if _LOSSES.search(code) else ""
+        return None
+    if _LOSSES.search(code) is None:
+        return None
+    found = _IGNORE_INDEX.search(code)
+    return LossCode("self.loss_function(" in code, _SHIFTS.search(code) is not None, found[1] if found else "")
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
     """Count the targets that the mean of torch's own losses is of, by their classes' weights."""
-    ignored, classes = -100, None
+    ignored, classes = _IGNORED, None
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean":
         ignored, classes = loss.ignore_index, loss.weight
     elif loss not in (F.cross_entropy, F.nll_loss):
