@@ -85,7 +85,7 @@ class Shifting(Language):
 
 class ByVariables(Language):
     def forward(self, ids, labels):
-        shift_logits, shift_labels = self.logits(ids)[..., :-1, :], labels.narrow(1, 1, 3)
+        shift_logits, shift_labels = self.logits(ids)[..., :-1, :], labels[..., 1:].contiguous()
         return nn.CrossEntropyLoss()(shift_logits.flatten(0, 1), shift_labels.flatten())
 
 
@@ -109,7 +109,9 @@ class Wrapping(nn.Module):
         return 2 * self.inner(ids, labels)
 
 
-def loss_for_causal_lm(logits, labels):
+def loss_for_causal_lm(logits, labels=None, shift_labels=None):
+    if shift_labels is not None:
+        return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
@@ -131,6 +133,13 @@ class ByFunction(Language):
 
 class ByAnotherFunction(ByFunction):
     loss_function = staticmethod(loss_for_masked_lm)
+
+
+class ByFunctionOfShifted(ByFunction):
+    """As where a decoder's inputs are the labels, shifted."""
+
+    def forward(self, ids, labels):
+        return self.loss_function(self.logits(ids), labels=None, shift_labels=labels)
 
 
 class IgnoringAnother(Language):
@@ -164,7 +173,7 @@ exec(  # of which no source is known, as of what is typed into a prompt
     "kind",
     [
         *(Shifting, ByVariables, UnshiftedForCausalLM, Inheriting, Wrapping, ByFunction, ByAnotherFunction),
-        *(IgnoringAnother, IgnoringByAttribute),
+        *(ByFunctionOfShifted, IgnoringAnother, IgnoringByAttribute),
         TYPED["TypedForCausalLM"],
     ],
 )

@@ -24,7 +24,7 @@ Weight = Callable[..., float | Tensor]
 _IGNORED = -100
 """Torch's own ``ignore_index``."""
 _LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss")
-_SHIFTS = re.compile(r"\bshift(ed)?_labels\b|\blabels\[(\.\.\.|:), ?1:")
+_SHIFTS = re.compile(r"\blabels\[(?:\.\.\.|:), ?1:")
 _IGNORE_INDEX = re.compile(r"\bignore_index ?= ?(?:self\.)?(-?\d+|(?<=self\.)[\w.]+)")
 
 
@@ -93,7 +93,7 @@ class LossCode(NamedTuple):
     """What the code of a class says of the loss that its forward computes of ``labels``."""
 
     is_function: bool
-    """Whether it is the module's ``loss_function``, as in most models of ``transformers``."""
+    """Whether the module's ``loss_function`` says what is left out, as in most models of ``transformers``."""
     is_shifted: bool
     """Whether the first label of each row is left out, which nothing predicts."""
     ignored: str
@@ -127,8 +127,9 @@ def _loss_code(kind: Any) -> LossCode | None:
         return None
     if _LOSSES.search(code) is None:
         return None
+    is_function = "self.loss_function(" in code and "shift_labels=" not in code  # else what it gets is left as it is
     found = _IGNORE_INDEX.search(code)
-    return LossCode("self.loss_function(" in code, _SHIFTS.search(code) is not None, found[1] if found else "")
+    return LossCode(is_function, _SHIFTS.search(code) is not None, found[1] if found else "")
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
