@@ -159,6 +159,15 @@ class IgnoringByAttribute(Language):
         return loss(self.logits(ids).flatten(0, 1), labels.flatten())
 
 
+class OfSequences(Language):
+    """A mean over rows, whatever their lengths."""
+
+    def forward(self, ids, labels):
+        scores = self.logits(ids.repeat(1, 3)).log_softmax(-1).transpose(0, 1)
+        lengths, times = (labels > 0).sum(1), torch.full((len(ids),), 3 * ids.shape[1])
+        return F.ctc_loss(scores, torch.where(labels > 0, labels, 0).sort(1, True)[0], times, lengths)
+
+
 TYPED = {"Language": Language, "F": F}
 exec(  # of which no source is known, as of what is typed into a prompt
     """class TypedForCausalLM(Language):
@@ -173,7 +182,7 @@ exec(  # of which no source is known, as of what is typed into a prompt
     "kind",
     [
         *(Shifting, ByVariables, UnshiftedForCausalLM, Inheriting, Wrapping, ByFunction, ByAnotherFunction),
-        *(ByFunctionOfShifted, IgnoringAnother, IgnoringByAttribute),
+        *(ByFunctionOfShifted, IgnoringAnother, IgnoringByAttribute, OfSequences),
         TYPED["TypedForCausalLM"],
     ],
 )

@@ -91,8 +91,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
         weight: How much a share of the batch counts beside others', among replicas and, under torchrun, among ranks:
             called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
-            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, ``labels`` that aren't
-            -100 count where the module is called with such, else rows.
+            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, ``labels`` that the
+            model's loss doesn't ignore count where it is called with such, else rows.
         shard: For models that don't fit one GPU, with one process a GPU: what each has only its part of.
             ``"parameters"``: parameters, gradients and the optimizer's states; a block's parameters are whole while it
             runs. ``"gradients"``: the same, with parameters whole from forward to backward: faster, and larger.

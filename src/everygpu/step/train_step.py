@@ -105,7 +105,7 @@ class TrainStep:
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
             how much it counts in an update, of all ranks: such as its tokens that aren't ignored. Left out, it is known
             what torch's ``CrossEntropyLoss`` and ``NLLLoss`` average over; of a model that returns its loss, ``labels``
-            that aren't -100 count; else rows do.
+            that it doesn't ignore count; else rows do.
         check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
             "Flipped bits" in docs/reliability.md.
     Raises:

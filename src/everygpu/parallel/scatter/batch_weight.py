@@ -2,11 +2,12 @@
 
 import functools
 import inspect
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from operator import attrgetter, index
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ Weight = Callable[..., float | Tensor]
 
 _IGNORED = -100
 """Torch's own ``ignore_index``."""
-_LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss")
+_LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss|(?i:ctc_?loss|rnnt_?loss)")
+_OF_SEQUENCES = re.compile(r"(?i)(ctc|rnnt|tdt)_?loss")
 _SHIFTS = re.compile(r"\blabels\[(?:\.\.\.|:), ?1:")
 _IGNORE_INDEX = re.compile(r"\bignore_index ?= ?(?:self\.)?(-?\d+|(?<=self\.)[\w.]+)")
 
@@ -81,44 +83,45 @@ def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: tor
 
 
 def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:
-    """Count the ``labels`` that a loss which the model returns is the mean of: those that aren't -100, say."""
+    """Count the ``labels`` that a loss which the model returns is the mean of; None where that isn't known."""
     labels = kwargs.get("labels")
     if not isinstance(labels, Tensor) or not _are_classes(labels):
         return None
-    is_shifted, ignored = _read_loss(module)
-    return torch.ne(labels[:, 1:] if labels.ndim > 1 and is_shifted else labels, ignored).sum()
-
-
-class LossCode(NamedTuple):
-    """What the code of a class says of the loss that its forward computes of ``labels``."""
-
-    is_function: bool
-    """Whether the module's ``loss_function`` says what is left out, as in most models of ``transformers``."""
-    is_shifted: bool
-    """Whether the first label of each row is left out, which nothing predicts."""
-    ignored: str
-    """What ``ignore_index`` is: a number, the name of an attribute, or "" for torch's own."""
-
-
-def _read_loss(module: nn.Module) -> tuple[bool, int]:
-    """Tell whether a model's loss leaves out the first label of each row, and which label it ignores."""
     for inner in module.modules():  # a model may hand its labels to one inside
         kind: Any = type(inner)
-        if (code := _loss_code(kind)) is None:
-            continue
-        is_shifted, ignored = code.is_shifted, _IGNORED
-        if code.is_function:
-            is_shifted = "CausalLM" in getattr(inner.loss_function, "__name__", "")
-        if code.ignored:
-            with suppress(AttributeError, TypeError):  # of code that doesn't run
-                is_number = code.ignored.lstrip("-").isdigit()
-                ignored = int(code.ignored) if is_number else operator.index(operator.attrgetter(code.ignored)(inner))
-        return is_shifted, ignored
-    return "CausalLM" in type(unwrap(module)).__name__, _IGNORED
+        if (code := _read_loss(kind)) is not None:
+            return code.count(labels, inner)
+    return LossCode(is_shifted="CausalLM" in type(unwrap(module)).__name__).count(labels, module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCode:
+    """What the code of a class says of the loss that its forward computes of ``labels``."""
+
+    is_shifted: bool
+    """Whether the first label of each row is left out, which nothing predicts."""
+    is_function: bool = False
+    """Whether the module's ``loss_function`` says that, as in most models of ``transformers``."""
+    is_of_sequences: bool = False
+    """Whether it is a mean over rows, as of ``ctc_loss``."""
+    ignored: str = ""
+    """What ``ignore_index`` is: a number, or the name of an attribute; else torch's own."""
+
+    def count(self, labels: Tensor, module: nn.Module) -> Tensor | None:
+        """Count the labels that the loss is the mean of; None where rows count."""
+        name = getattr(module.loss_function, "__name__", "") if self.is_function else ""
+        if self.is_of_sequences or _OF_SEQUENCES.search(name):
+            return None
+        ignored, is_number = _IGNORED, self.ignored.lstrip("-").isdigit()
+        with suppress(AttributeError, TypeError):  # of code that doesn't run
+            if self.ignored:
+                ignored = int(self.ignored) if is_number else index(attrgetter(self.ignored)(module))
+        is_shifted = labels.ndim > 1 and (self.is_shifted or "CausalLM" in name)
+        return torch.ne(labels[:, 1:] if is_shifted else labels, ignored).sum()
 
 
 @functools.lru_cache(maxsize=1024)
-def _loss_code(kind: Any) -> LossCode | None:
+def _read_loss(kind: Any) -> LossCode | None:
     """Read the code of a class; None where its forward takes no labels, computes no loss, or has no known code."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     try:
@@ -129,7 +132,12 @@ def _loss_code(kind: Any) -> LossCode | None:
         return None
     is_function = "self.loss_function(" in code and "shift_labels=" not in code  # else what it gets is left as it is
     found = _IGNORE_INDEX.search(code)
-    return LossCode(is_function, _SHIFTS.search(code) is not None, found[1] if found else "")
+    return LossCode(
+        is_shifted=not is_function and _SHIFTS.search(code) is not None,
+        is_function=is_function,
+        is_of_sequences=_OF_SEQUENCES.search(code) is not None,
+        ignored=found[1] if found else "",
+    )
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:

@@ -213,7 +213,7 @@ def _refuse_one_each(x: ShardedBatch, name: str, call: str) -> None:
     if x.shard_rows is not None and x.numel() != 1:
         raise LossError(
             f"{name}: the loss must be one number, got one entry from each of {x.numel()} replicas. Call "
-            f"{call.format('loss.mean()')} if it is a mean: over rows, over labels that aren't -100, or over what "
+            f"{call.format('loss.mean()')} if it is a mean: over rows, over labels that count, or over what "
             f"DataParallel(weight=...) counts; {call.format('loss.sum()')} if it is a sum."
         )
 
