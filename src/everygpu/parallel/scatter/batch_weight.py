@@ -125,7 +125,7 @@ def _read_loss(kind: Any) -> LossCode | None:
     """Read the code of a class; None where its forward takes no labels, computes no loss, or has no known code."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     try:
-        code = inspect.getsource(owner) if "labels" in inspect.signature(kind.forward).parameters else ""
+        code = _source(owner) if "labels" in inspect.signature(kind.forward).parameters else ""
     except (OSError, TypeError, ValueError):  # typed into a prompt, or compiled
         return None
     if _LOSSES.search(code) is None:
@@ -138,6 +138,13 @@ def _read_loss(kind: Any) -> LossCode | None:
         is_of_sequences=_OF_SEQUENCES.search(code) is not None,
         ignored=found[1] if found else "",
     )
+
+
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # in a notebook only its functions are found
+        return "".join(map(inspect.getsource, filter(inspect.isfunction, vars(kind).values())))
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
