@@ -136,6 +136,15 @@ class ByAnotherFunction(ByFunction):
     loss_function = staticmethod(loss_for_masked_lm)
 
 
+class ByModule(Language):
+    def __init__(self):
+        super().__init__()
+        self.loss_function = nn.CrossEntropyLoss()
+
+    def forward(self, ids, labels):
+        return self.loss_function(self.logits(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 class ByFunctionOfShifted(ByFunction):
     """As where a decoder's inputs are the labels, shifted."""
 
@@ -188,7 +197,7 @@ def typed(name, is_in_a_notebook):
     "kind",
     [
         *(Shifting, ByVariables, UnshiftedForCausalLM, Inheriting, Wrapping, ByFunction, ByAnotherFunction),
-        *(ByFunctionOfShifted, IgnoringAnother, IgnoringByAttribute, OfSequences),
+        *(ByModule, ByFunctionOfShifted, IgnoringAnother, IgnoringByAttribute, OfSequences),
         *(typed("TypedForCausalLM", is_in_a_notebook=False), typed("InACell", is_in_a_notebook=True)),
     ],
 )

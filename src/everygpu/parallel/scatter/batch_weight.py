@@ -101,7 +101,7 @@ class LossCode:
     is_shifted: bool
     """Whether the first label of each row is left out, which nothing predicts."""
     is_function: bool = False
-    """Whether the module's ``loss_function`` says that, as in most models of ``transformers``."""
+    """Whether the name of the module's ``loss_function`` says more, as in most models of ``transformers``."""
     is_of_sequences: bool = False
     """Whether it is a mean over rows, as of ``ctc_loss``."""
     ignored: str = ""
@@ -109,7 +109,7 @@ class LossCode:
 
     def count(self, labels: Tensor, module: nn.Module) -> Tensor | None:
         """Count the labels that the loss is the mean of; None where rows count."""
-        name = getattr(module.loss_function, "__name__", "") if self.is_function else ""
+        name = getattr(getattr(module, "loss_function", None), "__name__", "") if self.is_function else ""
         if self.is_of_sequences or _OF_SEQUENCES.search(name):
             return None
         ignored, is_number = _IGNORED, self.ignored.lstrip("-").isdigit()
@@ -130,10 +130,10 @@ def _read_loss(kind: Any) -> LossCode | None:
         return None
     if _LOSSES.search(code) is None:
         return None
-    is_function = "self.loss_function(" in code and "shift_labels=" not in code  # else what it gets is left as it is
+    is_function = "self.loss_function(" in code and "shift_labels=" not in code  # which it leaves as they are
     found = _IGNORE_INDEX.search(code)
     return LossCode(
-        is_shifted=not is_function and _SHIFTS.search(code) is not None,
+        is_shifted=_SHIFTS.search(code) is not None,
         is_function=is_function,
         is_of_sequences=_OF_SEQUENCES.search(code) is not None,
         ignored=found[1] if found else "",
