@@ -79,6 +79,19 @@ def test_outputs_and_gradients_equal_one_device(devices, name):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_with_a_trained_prompt_before_each_row_the_first_label_counts(devices, kind):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    bare = peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, use_cache=False)), config)
+    bare = bare.double().to(devices(2)[0])
+    inputs = {key: value.to(devices(2)[0]) for key, value in inputs_of("Llama").items()}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    found, expected = everygpu.DataParallel(bare, devices(2))(**inputs), bare(**inputs)
+    torch.testing.assert_close(found.loss.mean(), expected.loss)
+
+
 def test_a_model_that_compares_rows_sees_those_of_its_gpu(devices):
     text = {**TEXT, **ENDS}
     config = transformers.CLIPConfig(text_config=text, vision_config=IMAGES, projection_dim=8)

@@ -91,7 +91,15 @@ def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None
         kind: Any = type(inner)
         if (code := _read_loss(kind)) is not None:
             return code.count(labels, inner)
+        if _has_prompt(inner):  # of which the last token predicts the first label
+            return torch.ne(labels, _IGNORED).sum()
     return LossCode(is_shifted="CausalLM" in type(unwrap(module)).__name__).count(labels, module)
+
+
+def _has_prompt(module: nn.Module) -> bool:
+    """Tell whether peft puts a trained prompt before each row."""
+    config = getattr(module, "active_peft_config", None)
+    return getattr(config, "is_prompt_learning", False) and "PREFIX" not in str(getattr(config, "peft_type", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
