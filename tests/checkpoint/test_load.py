@@ -149,7 +149,7 @@ def test_optimizer_tensors_do_not_depend_on_the_file(path: Path, source: Run) ->
         {"parts": {"model": {"kind": "module", "state": {}}}},
         {"parts": {"model": {"kind": "module", "state": {"values": [], "versions": {}}}}},
         {"parts": {"model": {"kind": "module", "state": {"values": {"w": {"$tensor": "gone"}}, "versions": {}}}}},
-        {"parts": {"model": {"kind": "module", "state": {"values": {}, "versions": {"": {"version": "2"}}}}}},
+        {"parts": {"model": {"kind": "module", "state": {"values": {}, "versions": {"": 2}}}}},
         {"parts": {"optimizer": {"kind": "pickle", "state": {"$unknown": 1}}}},
         {"parts": {"optimizer": {"kind": "pickle", "state": {}}}},
         {"parts": {"scheduler": {"kind": "state_dict", "state": {"$tuple": 5}}}},

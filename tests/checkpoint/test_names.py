@@ -219,3 +219,30 @@ def test_modules_learn_their_saved_version(tmp_path: Path, is_ours: bool) -> Non
         for target in (nn.Sequential(Newer()), nn.DataParallel(nn.Sequential(Newer()))):
             everygpu.load(saved(name, source), model=target)
             assert next(target.parameters()).tolist() == [1, 1]
+
+
+class Named(nn.Linear):
+    """Its version is no number, as that of ``transformers``' Phi-3."""
+
+    _version = "0.0.5"  # type: ignore[assignment]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("version", ["0.0.5", 1.5, (1, 2)], ids=str)
+def test_a_version_may_be_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool, version: Any
+) -> None:
+    monkeypatch.setattr(Named, "_version", version)
+    source, path = nn.Sequential(Named(2, 2)), tmp_path / "checkpoint"
+    everygpu.save(path, model=source) if is_ours else torch.save(source.state_dict(), path)
+    target, other = nn.Sequential(Named(2, 2)), nn.Sequential(Newer())
+    everygpu.load(path, model=target)
+    assert target[0].seen == version
+    assert torch.equal(target[0].weight, source[0].weight)
+    other[0].weight = nn.Parameter(torch.zeros(2, 2))
+    everygpu.load(path, model=other, strict=False)  # compares its version with a number
+    assert torch.equal(other[0].weight, 100 * source[0].weight)

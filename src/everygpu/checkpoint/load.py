@@ -22,7 +22,7 @@ from everygpu.checkpoint.format import (
     read_document,
     read_tensors,
 )
-from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, is_version
+from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
 from everygpu.checkpoint.states import Fit, check_targets, detach, plan_parts
 from everygpu.checkpoint.values import decode
@@ -225,8 +225,8 @@ def decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
         for names in (state["values"], state["versions"]):
             if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
                 raise TypeError("a module's values and versions must be dicts with names")
-        if not all(map(is_version, state["versions"].values())):
-            raise TypeError("a version must be a dict with a whole number")
+        if not all(isinstance(entry, dict) for entry in state["versions"].values()):
+            raise TypeError("what is known of a version must be a dict")
     class_name, parameters = part.get("class"), part.get("parameters")
     if not isinstance(class_name, str | None) or not isinstance(parameters, list | None):
         raise TypeError(f"class and parameters must be names, got {class_name!r} and {parameters!r}")

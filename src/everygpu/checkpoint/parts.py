@@ -134,11 +134,6 @@ def is_state(value: Any) -> bool:
     return not any(_holds_tensors(item) for name, item in value.items() if not name.endswith(EXTRA_STATE))
 
 
-def is_version(entry: object) -> bool:
-    """Tell whether a value is what ``state_dict()._metadata`` has for a module; torch compares the number in it."""
-    return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
-
-
 def is_optimizer_state(value: Any) -> bool:
     """Tell whether a value is what ``Optimizer.state_dict`` returns."""
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
@@ -189,7 +184,7 @@ def _only(value: Any) -> Any:
 def _model_part(state: Mapping[str, Any]) -> Part:
     versions = getattr(state, "_metadata", None)
     pairs = versions.items() if isinstance(versions, Mapping) else ()
-    versions = {path: dict(entry) for path, entry in pairs if isinstance(path, str) and is_version(entry)}
+    versions = {path: dict(entry) for path, entry in pairs if isinstance(path, str) and isinstance(entry, Mapping)}
     values = {name: value for name, value in state.items() if _belongs(name, value)}
     return Part(kind="module", state={"values": values, "versions": versions})
 

@@ -289,10 +289,13 @@ def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Res
     # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
     found = {bare_key(path): version for path, version in state["versions"].items()} | dict(state["versions"])
     versions: OrderedDict[str, dict[str, Any]] = OrderedDict()
+    own_versions = getattr(own, "_metadata", {})
     for path, clean in _paths_of_versions(model, own).items():
         there = f"{prefix}{clean}".rstrip(".")
-        if (version := found.get(there, found.get(bare_key(there)))) is not None:
-            versions[path] = dict(version)
+        entry = found.get(there) or found.get(bare_key(there)) or {}
+        version, known = entry.get("version"), own_versions[path].get("version")
+        if entry and (isinstance(version, int | None) or type(version) is type(known)):  # the module compares the two
+            versions[path] = dict(entry)
     left_out = _check_fit(
         part,
         {there: _difference(there, values[saved[there]], own[here]) for there, here in pairs.items()},
