@@ -1,4 +1,4 @@
-"""How much the result of each replica counts: by its rows, ``labels`` that aren't -100, or what ``weight=`` says."""
+"""How much the result of each replica counts: by its rows, ``labels`` that count, or what ``weight=`` says."""
 
 import linecache
 from types import SimpleNamespace

@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, index
 from typing import Any
@@ -24,7 +23,7 @@ Weight = Callable[..., float | Tensor]
 
 _IGNORED = -100
 """Torch's own ``ignore_index``."""
-_LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss|(?i:ctc_?loss|rnnt_?loss)")
+_LOSSES = re.compile(r"self\.loss_function\(|cross_entropy|CrossEntropyLoss|nll_loss|NLLLoss")
 _OF_SEQUENCES = re.compile(r"(?i)(ctc|rnnt|tdt)_?loss")
 _SHIFTS = re.compile(r"\blabels\[(?:\.\.\.|:), ?1:")
 _IGNORE_INDEX = re.compile(r"\bignore_index ?= ?(?:self\.)?(-?\d+|(?<=self\.)[\w.]+)")
@@ -49,7 +48,7 @@ def weigh_batch(
     returns it; else the rows.
     """
     if weight is None:
-        counted = _count_labels(kwargs, module) if loss is None else _count_targets(loss, targets)
+        counted = _count_labels([kwargs], module)[0] if loss is None else _count_targets(loss, targets)
         if counted is not None:
             return counted
         rows = find_rows(name_arguments(args, kwargs), dim, num_devices)
@@ -66,12 +65,14 @@ def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: tor
     """Note how much the result of each replica of a call counts, where that isn't by its rows."""
     if call.rows is None or call.counts_alike:
         return
-    found = [
-        _count_labels(kwargs, module)
+    found: list[Any] = (
+        _count_labels(call.kwargs, module)
         if weight is None
-        else weigh_batch(weight, "DataParallel", args, kwargs, module=module, dim=0, num_devices=1)
-        for args, kwargs in zip(call.args, call.kwargs)
-    ]
+        else [
+            weigh_batch(weight, "DataParallel", args, kwargs, module=module, dim=0, num_devices=1)
+            for args, kwargs in zip(call.args, call.kwargs)
+        ]
+    )
     numbers = [x for x in found if x is not None]
     if len(numbers) < len(found):
         return
@@ -82,48 +83,50 @@ def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: tor
         call.weights = tuple(map(float, numbers))
 
 
-def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:
-    """Count the ``labels`` that a loss which the model returns is the mean of; None where that isn't known."""
-    labels = kwargs.get("labels")
-    if not isinstance(labels, Tensor) or not _are_classes(labels):
-        return None
-    for inner in module.modules():  # a model may hand its labels to one inside
+def _count_labels(shares: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Any]:
+    """Count the ``labels`` that each share's loss, which the model returns, is the mean of; None where rows count."""
+    labels: list[Any] = [kwargs.get("labels") for kwargs in shares]
+    if not all(map(_are_classes, labels)):
+        return [None] * len(labels)
+    code, owner = _find_loss(module)
+    return [code.count(x, owner) for x in labels]
+
+
+def _find_loss(module: nn.Module) -> tuple["LossCode", nn.Module]:
+    """Find the code of a model's loss, and the module that it is of: a model may hand its labels to one inside."""
+    for inner in module.modules():
         kind: Any = type(inner)
         if (code := _read_loss(kind)) is not None:
-            return code.count(labels, inner)
-        if _has_prompt(inner):  # of which the last token predicts the first label
-            return torch.ne(labels, _IGNORED).sum()
-    return LossCode(is_shifted="CausalLM" in type(unwrap(module)).__name__).count(labels, module)
-
-
-def _has_prompt(module: nn.Module) -> bool:
-    """Tell whether peft puts a trained prompt before each row."""
-    config = getattr(module, "active_peft_config", None)
-    return getattr(config, "is_prompt_learning", False) and "PREFIX" not in str(getattr(config, "peft_type", ""))
+            return code, inner
+        if hasattr(kind, "active_peft_config") and _has_prompt(inner):  # whose last token predicts the first label
+            return LossCode(), inner
+    return LossCode(is_shifted="CausalLM" in type(unwrap(module)).__name__), module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCode:
     """What the code of a class says of the loss that its forward computes of ``labels``."""
 
-    is_shifted: bool
+    is_shifted: bool = False
     """Whether the first label of each row is left out, which nothing predicts."""
     is_function: bool = False
     """Whether the name of the module's ``loss_function`` says more, as in most models of ``transformers``."""
     is_of_sequences: bool = False
     """Whether it is a mean over rows, as of ``ctc_loss``."""
-    ignored: str = ""
-    """What ``ignore_index`` is: a number, or the name of an attribute; else torch's own."""
+    ignored: int | str = _IGNORED
+    """What ``ignore_index`` is, or the name of the attribute that says it."""
 
     def count(self, labels: Tensor, module: nn.Module) -> Tensor | None:
         """Count the labels that the loss is the mean of; None where rows count."""
         name = getattr(getattr(module, "loss_function", None), "__name__", "") if self.is_function else ""
         if self.is_of_sequences or _OF_SEQUENCES.search(name):
             return None
-        ignored, is_number = _IGNORED, self.ignored.lstrip("-").isdigit()
-        with suppress(AttributeError, TypeError):  # of code that doesn't run
-            if self.ignored:
-                ignored = int(self.ignored) if is_number else index(attrgetter(self.ignored)(module))
+        ignored = self.ignored
+        if isinstance(ignored, str):
+            try:
+                ignored = index(attrgetter(ignored)(module))
+            except (AttributeError, TypeError):  # of a line that doesn't run
+                ignored = _IGNORED
         is_shifted = labels.ndim > 1 and (self.is_shifted or "CausalLM" in name)
         return torch.ne(labels[:, 1:] if is_shifted else labels, ignored).sum()
 
@@ -136,16 +139,22 @@ def _read_loss(kind: Any) -> LossCode | None:
         code = _source(owner) if "labels" in inspect.signature(kind.forward).parameters else ""
     except (OSError, TypeError, ValueError):  # typed into a prompt, or compiled
         return None
-    if _LOSSES.search(code) is None:
+    is_of_sequences = _OF_SEQUENCES.search(code) is not None
+    if not is_of_sequences and _LOSSES.search(code) is None:
         return None
-    is_function = "self.loss_function(" in code and "shift_labels=" not in code  # which it leaves as they are
-    found = _IGNORE_INDEX.search(code)
+    given = found[1] if (found := _IGNORE_INDEX.search(code)) else str(_IGNORED)
     return LossCode(
         is_shifted=_SHIFTS.search(code) is not None,
-        is_function=is_function,
-        is_of_sequences=_OF_SEQUENCES.search(code) is not None,
-        ignored=found[1] if found else "",
+        is_function="self.loss_function(" in code and "shift_labels=" not in code,  # it leaves those as they are
+        is_of_sequences=is_of_sequences,
+        ignored=int(given) if given.lstrip("-").isdigit() else given,
     )
+
+
+def _has_prompt(module: Any) -> bool:
+    """Tell whether peft puts a trained prompt before each row."""
+    config = module.active_peft_config
+    return bool(config.is_prompt_learning) and "PREFIX" not in str(config.peft_type)
 
 
 def _source(kind: Any) -> str:
