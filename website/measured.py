@@ -43,6 +43,7 @@ WORKLOADS = {
     "bert_12": "BERT, 12 lengths",
     "convnext_t": "ConvNeXt-T",
     "convnext_t128": "ConvNeXt-T, 32 rows of 128 px",
+    "convnext_t128_default": "ConvNeXt-T, 32 rows of 128 px, cuDNN's defaults",
     "deberta_v2": "DeBERTa-v2, 8 layers",
     "diffusion": "diffusion, 24 convolutions",
     "efficientnet_v2_s": "EfficientNetV2-S, 128 px",
