@@ -55,16 +55,16 @@ def test_lost_gpu_is_left_out_and_the_others_keep_their_index(caplog):
 
 
 @pytest.mark.parametrize(
-    ("code", "level"), [(NOT_FOUND, logging.INFO), (NOT_LOADED, logging.INFO), (MISMATCH, logging.WARNING)]
+    ("code", "level"), [(NOT_FOUND, logging.DEBUG), (NOT_LOADED, logging.DEBUG), (MISMATCH, logging.WARNING)]
 )
 def test_absent_driver_is_told_quietly_and_a_broken_one_aloud(code, level, caplog):
-    caplog.set_level(logging.INFO, logger="everygpu")
+    caplog.set_level(logging.DEBUG, logger="everygpu")
     assert sample_devices(FakeNvml(fail_init=code)) is None
     (record,) = caplog.records
     assert record.levelno == level
     assert "NVML" in record.message
     assert sample_driver(FakeNvml(fail_init=code)) == NvmlFailure(
-        is_absent=level == logging.INFO, text=f"NVML error {code}"
+        is_absent=level == logging.DEBUG, text=f"NVML error {code}"
     )
 
 

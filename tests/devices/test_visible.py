@@ -1,6 +1,7 @@
 """The driver's rules for the variables that hide devices, and the match of torch's devices to NVML's."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import everygpu
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
     pick_visible,
     predict_names,
     resolve_environ,
+    tell_no_gpu,
     visible_devices,
 )
 from tests.devices.fake_nvml import GIB, H200_UUIDS, FakeNvml, Gpu, make_sample, two_h200s
@@ -174,6 +177,33 @@ def test_other_accelerator_is_one_device_whose_memory_may_be_unknown(monkeypatch
     (device,) = visible_devices()
     assert (device.device, device.name, device.label) == (torch.device("mps"), "MPS", "mps")
     assert device.index is device.uuid is device.free_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("library", "text", "level"),
+    [
+        (FakeNvml(fail_init=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED), None, logging.INFO),
+        (FakeNvml(*two_h200s()), "-1", logging.INFO),
+        (FakeNvml(*two_h200s()), None, logging.WARNING),
+        (FakeNvml(*two_h200s()), "1", logging.WARNING),
+    ],
+)
+def test_training_on_the_cpu_is_said_once(monkeypatch, caplog, library, text, level):
+    caplog.set_level(logging.INFO, logger="everygpu")
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if text is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    tell_no_gpu.cache_clear()
+    everygpu.DataParallel(torch.nn.Linear(1, 1), ["cpu"])  # which is what was asked for
+    assert caplog.records == []
+    for _ in range(2):
+        everygpu.DataParallel(torch.nn.Linear(1, 1))
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert "sees no GPU" in record.message
+    tell_no_gpu.cache_clear()
 
 
 def test_choosing_devices_does_not_load_torch():

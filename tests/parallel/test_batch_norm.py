@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError, ModuleError, ReplicaError
+from everygpu.parallel.data_parallel import _tell_batch_norm
 
 pytestmark = pytest.mark.usefixtures("in_threads")
 
@@ -299,3 +300,17 @@ def test_compiled_replicas_fall_back_to_threads(caplog: pytest.LogCaptureFixture
         out = everygpu.gather(model(images(6, torch.device("cpu"))))
     torch.testing.assert_close(out, plain(images(6, torch.device("cpu"))))
     assert "SyncBatchNorm" in caplog.text
+
+
+def test_statistics_of_shares_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_batch_norm.cache_clear()
+    caplog.set_level(logging.INFO, logger="everygpu")
+    everygpu.DataParallel(convolutional(), ["cpu"])
+    everygpu.DataParallel(convolutional().eval(), ["cpu"] * 2)
+    everygpu.DataParallel(everygpu.SyncBatchNorm.convert(convolutional()), ["cpu"] * 2)
+    assert caplog.records == []
+    for _ in range(2):
+        everygpu.DataParallel(convolutional(), ["cpu"] * 2)
+    (record,) = caplog.records
+    assert "SyncBatchNorm.convert(module)" in record.message
+    _tell_batch_norm.cache_clear()

@@ -92,7 +92,7 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     samples = _query(library, lambda nvml: [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
     if isinstance(samples, NvmlFailure):
         # A machine without a driver is no fault.
-        level = logging.INFO if samples.is_absent else logging.WARNING
+        level = logging.DEBUG if samples.is_absent else logging.WARNING
         logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", samples.text)
         return None
     return [sample for sample in samples if sample is not None]

@@ -4,7 +4,9 @@ CUDA numbers the devices that ``CUDA_VISIBLE_DEVICES`` leaves, by default fastes
 of them in PCI order. Where torch is loaded, the two are matched by UUID; before that, by the driver's rules.
 """
 
+import functools
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +47,19 @@ def visible_devices() -> list[DeviceSample]:
     if accelerator is None:
         return []
     return [_describe_by_torch(accelerator, accelerator.type.upper(), None)]
+
+
+@functools.cache
+def tell_no_gpu() -> None:
+    """Say once that training is on the CPU, and aloud where the driver shows GPUs that torch doesn't see."""
+    import torch
+
+    samples = nvml.sample_devices() or []
+    if shown := pick_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid or "" for gpu in samples]):
+        text = "torch %s sees no GPU, and the driver shows %d: training is on the CPU. `everygpu doctor` says why."
+        logger.warning(text, torch.__version__, len(shown))
+    else:
+        logger.info("torch %s sees no GPU: training is on the CPU.", torch.__version__)
 
 
 def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> DeviceSample:

@@ -22,6 +22,12 @@ ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "RegionStatistics"]
 ReplicaOutput = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
 
 
+def normalizes_shares(module: nn.Module) -> bool:
+    """Whether replicas of a module take batch statistics each from its own share."""
+    synced = SyncBatchNorm, nn.SyncBatchNorm
+    return any(isinstance(m, BatchNorm) and not isinstance(m, synced) and m.training for m in module.modules())
+
+
 class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose statistics are those of the whole batch, not of one replica's share.
 

@@ -1,6 +1,7 @@
 """``DataParallel``: one module, every device."""
 
 import difflib
+import functools
 import itertools
 import logging
 import operator
@@ -16,7 +17,9 @@ from torch.nn import DataParallel as TorchDataParallel
 
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.devices.seed import spread_seeds
+from everygpu.devices.visible import tell_no_gpu
 from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, OptionError
+from everygpu.parallel.batch_norm import normalizes_shares
 from everygpu.parallel.buckets import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.call import Call, PerReplica, ScatteredArgs, check_transforms
 from everygpu.parallel.engines import table
@@ -174,6 +177,11 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._prepare()
         if self._ranks is not None and sharding is None:
             self._ranks.look_at(self.module, is_wrapped_now=True)
+        is_on_cpu = self.replica_devices[0].type == "cpu"
+        if is_on_cpu and device_ids is None:
+            tell_no_gpu()
+        if (group is not None or len(self.replica_devices) > 1) and normalizes_shares(module):
+            _tell_batch_norm(logging.INFO if is_on_cpu else logging.WARNING)
 
     def _share_out(self, group: Group | None, module: nn.Module, sharding: Sharding) -> ShardedRankModel:
         group = check_ranks(group, sharding, self.replica_devices)
@@ -617,6 +625,15 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     def extra_repr(self) -> str:
         return f"device_ids={[str(d) for d in self.replica_devices]}, split={self.split!r}"
+
+
+@functools.cache
+def _tell_batch_norm(level: int) -> None:
+    logger.log(
+        level,
+        "DataParallel: batch normalization takes its statistics from each replica's share of the batch, so results "
+        "differ from one GPU's. everygpu.SyncBatchNorm.convert(module) takes them from the whole batch.",
+    )
 
 
 def overridden(wrapper: DataParallel) -> tuple[str, ...]:
