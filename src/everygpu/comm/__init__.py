@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu.comm import copies, nccl, staged
 from everygpu.devices.p2p import reach_each_other, trusted_peers
 from everygpu.torch_private.core import has_triton as has_triton
+from everygpu.torch_private.core import without_torch_function
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
@@ -25,6 +26,18 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
     if trusted_peers((x.device, device)):
         return copies.copy(x, device, fresh=fresh)
     return staged.copy(x, device)
+
+
+def as_plain(x: Tensor) -> Tensor:
+    """Show a subclass that is a plain tensor in C++ as that tensor; one with a dispatch of its own stays.
+
+    ``torch.nn.DataParallel`` cuts, copies and joins in C++, too: methods of the class, such as a ``to`` that needs the
+    attributes of a whole object, aren't called.
+    """
+    if type(x) in (Tensor, nn.Parameter) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+    with without_torch_function():
+        return Tensor.as_subclass(x, Tensor)
 
 
 def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:

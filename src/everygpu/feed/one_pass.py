@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.comm.upload import mark, receive, upload
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.dealing import Dealing
@@ -25,6 +25,7 @@ from everygpu.feed.order import Order
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known, spans
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
+from everygpu.parallel.scatter.scatter import cut_rows
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 from everygpu.ranks.lockstep import Lockstep
@@ -74,12 +75,14 @@ class SentBatch:
             if has_entry_per_device(leaf, plan.num_rows, len(self._route.devices), self._route.dim):
                 plan = SplitPlan((1,) * len(self._route.devices))
             return self._send_rows(leaf, plan)
+        if comm.as_plain(leaf) is not leaf:
+            return lambda: move_tree(leaf, home)
         whole = self._note(upload(leaf, home))
         return lambda: _like(whole, leaf)
 
     def _send_rows(self, x: Tensor, plan: SplitPlan) -> Make:
         devices, dim = self._route.devices, self._route.dim
-        rows = [x.detach().narrow(dim, sum(plan.rows[:i]), plan.rows[i]) for i in plan.active]
+        rows = cut_rows(comm.as_plain(x).detach(), [plan.rows[i] for i in plan.active], dim)
         # .data, for a version counter of its own: on CPU replicas this is the loader's memory, not a copy.
         parts = [self._note(upload(part, devices[i]).data) for i, part in zip(plan.active, rows)]
         return lambda: _like(shard_batch(parts, devices[0], dim), x)
@@ -100,6 +103,7 @@ class SentBatch:
         def send(leaf: Any, device: torch.device, *, own: bool) -> Any:
             if not _is_plain(leaf):
                 return move_tree(leaf, device)
+            leaf = comm.as_plain(leaf)
             moved = upload(leaf.detach() if leaf.requires_grad else leaf, device)
             # Replicas on one device must not share memory: one may write into it.
             return self._note(moved.clone() if own and moved.device == leaf.device else moved)

@@ -25,7 +25,7 @@ from everygpu.parallel.call import Call, PerReplica, ScatteredArgs, check_transf
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.engine import Engine, EngineContext, may_launch
 from everygpu.parallel.engines.thread_state import fresh_casts
-from everygpu.parallel.engines.threads import Workers, parallel_apply
+from everygpu.parallel.engines.threads import Workers, apply_once
 from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
 from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
@@ -207,6 +207,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             self._ranks = None if group is None else RankModel(group, *more, before)
         self._engine = self._make_engine(overrides)
         self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
+        self._threads.runs_at_once = "replicate" in overrides
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
@@ -449,7 +450,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             if not self._lock.is_inside() and self._engine is not self._threads and not self._has_told:
                 self._has_told = True
                 self._tell_of(["forward"])
-            outputs = PerReplica(parallel_apply(replicas, args, more, devices or None), call)
+            at_once = self._threads.runs_at_once
+            outputs = PerReplica(apply_once(replicas, args, more, devices or None, at_once=at_once), call)
         self._average_buffers(replicas, call)
         return outputs
 

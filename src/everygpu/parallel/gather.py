@@ -95,6 +95,7 @@ class Joiner:
 
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
+        tensors = [comm.as_plain(t) for t in tensors]
         _check_layouts(tensors, path)
         weights = self.call.weights if self.is_sharded and self.call is not None else None
         target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else self.device
@@ -219,11 +220,11 @@ def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
 
 def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     first = values[0]
-    if all(isinstance(v, Tensor) and not v.is_nested for v in values):
-        return joiner.join(values, path)
     known = batch_type(first)
     if known is not None:
         return _join_batches_of(known, values, joiner, path)
+    if all(isinstance(v, Tensor) and not v.is_nested for v in values):
+        return joiner.join(values, path)
     if _are_listed_rows(values, joiner):
         return [_to_device(item, joiner.device) for items in values for item in items]
     opened = [tree.open_container(v) for v in values]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu import Replicated, gather, scatter
+from everygpu import DataParallel, Feeder, Replicated, gather, register_batch, scatter
 from everygpu.errors import DeviceError, OptionError, SplitError
 from everygpu.parallel.scatter.scatter import scatter_call
 
@@ -183,3 +183,100 @@ class TestScatterCall:
         call = scatter_call(([torch.ones(2)],), {"d": {"k": 1}}, [CPU] * 2, 0, "chunk")
         assert call.args[0][0] is not call.args[1][0]
         assert call.kwargs[0]["d"] is not call.kwargs[1]["d"]
+
+
+class Noise(torch.Tensor):
+    """As BigGAN's: methods of its own need attributes that torch's operations leave behind."""
+
+    def to(self, *args, **kwargs):
+        moved = torch.Tensor.to(self.as_subclass(torch.Tensor), *args, **kwargs).as_subclass(Noise)
+        moved.kind = self.kind
+        return moved
+
+    def detach(self):
+        return self.to("cpu")
+
+
+class TestSubclassesOfTensor:
+    """Cut, copied and joined below the class, as in ``torch.nn.DataParallel``, where replicas receive plain tensors."""
+
+    def noise(self, *shape):
+        x = torch.randn(*shape).as_subclass(Noise)
+        x.kind = "normal"
+        return x
+
+    @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"x": [x]}, Replicated], ids=["bare", "nested", "whole"])
+    @pytest.mark.parametrize("dim", [0, 1])
+    @pytest.mark.parametrize("records", [True, False])
+    def test_parts_are_plain_tensors(self, devices, wrap, dim, records):
+        x = self.noise(4, 4)
+        x.requires_grad_(records)
+        with torch.set_grad_enabled(not records):
+            found = [s["x"][0] if isinstance(s, dict) else s for s in scatter(wrap(x), devices(2), dim)]
+        assert [(type(s), s.requires_grad) for s in found] == [(torch.Tensor, records)] * 2
+        whole = x.as_subclass(torch.Tensor)
+        expected = [whole] * 2 if wrap is Replicated else whole.chunk(2, dim)
+        assert all(s.cpu().equal(part) for s, part in zip(found, expected))
+
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    def test_calls_are_as_with_plain_ones(self, devices, num_replicas):
+        used = devices(num_replicas)
+        module = nn.Linear(4, 2).to(used[0])
+        model = DataParallel(module, used)
+        x = self.noise(6, 4)
+        whole = module(x.as_subclass(torch.Tensor).to(used[0]))
+        for batch in (x, x[:5], next(iter(Feeder([x], model)))):
+            out = gather(model(batch)).as_subclass(torch.Tensor)
+            torch.testing.assert_close(out, whole[: len(batch)])
+
+    def test_outputs_are_joined_as_plain_ones(self, devices):
+        made = [self.noise(2, 3).to(device) for device in devices(2)]
+        joined = gather(made, made[0].device)
+        assert type(joined) is torch.Tensor
+        assert joined.equal(torch.cat([x.as_subclass(torch.Tensor) for x in made]))
+
+    def test_one_that_is_registered_is_cut_and_joined_as_it_says(self, devices):
+        class Kept(Noise):
+            pass
+
+        def kept(x, like):
+            x = x.as_subclass(Kept)
+            x.kind = like.kind
+            return x
+
+        register_batch(
+            Kept,
+            split=lambda x, rows: [kept(part, x) for part in x.as_subclass(torch.Tensor).split(rows)],
+            join=lambda parts: kept(torch.cat([part.as_subclass(torch.Tensor) for part in parts]), parts[0]),
+            move=lambda x, device: kept(x.as_subclass(torch.Tensor).to(device), x),
+        )
+        x = kept(torch.randn(5, 2), self.noise(1))
+        parts = scatter(x, devices(2))
+        joined = gather(parts, x.device)
+        assert {type(x) for x in (*parts, joined)} == {Kept}
+        assert {x.kind for x in (*parts, joined)} == {"normal"}
+
+
+@PROPERTY
+@given(data=st.data(), count=counts, shape_and_dim=shapes_and_dims())
+def test_a_part_is_contiguous_where_the_tensor_is(devices, data, count, shape_and_dim):
+    used = devices(count)
+    shape, dim = shape_and_dim
+    kinds = [torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])]
+    wanted = data.draw(st.sampled_from(kinds))
+    x = torch.empty(shape, device=used[0]).contiguous(memory_format=wanted)
+    parts = scatter([x], used, dim, split=data.draw(splits(len(used))))
+    assert all(part.is_contiguous(memory_format=wanted) for (part,) in parts)
+
+
+def test_parts_from_the_feeder_are_contiguous(devices):
+    model = DataParallel(nn.Identity(), devices(2), dim=1)
+    (batch,) = Feeder([torch.arange(12).view(3, 4)], model)
+    assert [part.is_contiguous() for part in batch.shards] == [True, True]
+
+
+def test_a_part_of_what_is_not_contiguous_is_a_view(devices):
+    x = torch.zeros(4, 6, device=devices(1)[0]).t()
+    first, _ = scatter(x, devices(2), dim=1)
+    assert first.data_ptr() == x.data_ptr()
+    assert first.stride() == x.stride()

@@ -1,7 +1,10 @@
 """Serialise replicas that share a device, and let all replicas of a forward wait for each other at a barrier."""
 
+import functools
+import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -12,6 +15,11 @@ from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets import Streams
 from everygpu.progress import running
 from everygpu.torch_private.core import NO_BACKWARD, backward_id
+
+logger = logging.getLogger("everygpu")
+
+LONG_TURN_S = 10.0
+"""How long the replica whose turn it is may stay at one place before those that wait for theirs say so."""
 
 Combine = Callable[[list[Any]], list[Any]]
 """From the value of each replica, in order, to the result of each."""
@@ -55,12 +63,15 @@ class ReplicaScheduler:
 
     A replica that waits at a barrier lets the next one run; after the barrier they go on in order.
     So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time. ``in_order`` has
-    replicas on different devices run one after another, too.
+    replicas on different devices run one after another, too; ``at_once`` has all run side by side.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, in_order: bool = False) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, in_order: bool = False, at_once: bool = False) -> None:
         self._changed = threading.Condition()
-        self._lines: list[torch.device | None] = [None] * len(devices) if in_order else list(devices)
+        positions = range(len(devices))
+        self._lines: list[Hashable] = [0] * len(devices) if in_order else list(positions if at_once else devices)
+        self._threads: dict[int, int] = {}
+        """Of the replicas that have begun."""
         self._waiting = {line: self._members(line) for line in self._lines}
         self._ended: set[int] = set()
         self._stopped = False
@@ -77,6 +88,7 @@ class ReplicaScheduler:
         try:
             with self._changed:
                 self._wait_for_turn(index)
+                self._threads[index] = threading.get_ident()
             if len(self._lines) == 1:
                 yield
                 return
@@ -126,7 +138,7 @@ class ReplicaScheduler:
             waiting[:] = self._members(line)
         self._changed.notify_all()
 
-    def _members(self, line: torch.device | None) -> list[int]:
+    def _members(self, line: Hashable) -> list[int]:
         """List the replicas that run one after another."""
         return [i for i, other in enumerate(self._lines) if other == line]
 
@@ -137,8 +149,13 @@ class ReplicaScheduler:
         self._changed.notify_all()
 
     def _wait_for_turn(self, index: int) -> None:
-        while not self._stopped and self._waiting[self._lines[index]][0] != index:
-            self._changed.wait()
+        before = None
+        while not self._stopped and (first := self._waiting[self._lines[index]][0]) != index:
+            if not self._changed.wait(LONG_TURN_S):
+                place = _place_of(self._threads.get(first))
+                if place is not None and place == before:
+                    _warn_of_long_turn(index, first, place[0])
+                before = place
         if self._stopped:
             raise Cancelled
 
@@ -150,3 +167,26 @@ class ReplicaScheduler:
                 f"forward: replica {index} waits for the others at a synchronised layer, which replica "
                 f"{min(self._ended)} ended without reaching. All replicas must take the same way through the model."
             )
+
+
+Place = tuple[str, int, str]
+"""File, line and function."""
+
+
+def _place_of(ident: int | None) -> tuple[Place, int] | None:
+    """Return where a thread is, and at which instruction, outside of Python's own code that waits for other threads."""
+    frame = None if ident is None else sys._current_frames().get(ident)
+    while frame is not None and frame.f_globals.get("__name__") in ("threading", "queue"):
+        frame = frame.f_back
+    return frame and ((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name), frame.f_lasti)
+
+
+@functools.cache
+def _warn_of_long_turn(index: int, running: int, place: Place) -> None:
+    logger.warning(
+        "forward: replica %d waits for its turn, as replicas on one device run one after another, and replica %d stays "
+        "at %s:%d, in %s. If it waits for the others there, they wait for ever: use everygpu.SyncBatchNorm in place of "
+        "a batch normalisation that synchronises replicas by itself, or override replicate, as "
+        "patch_replication_callback does, by which replicas run at once.",
+        index, running, *place,
+    )  # fmt: skip

@@ -48,6 +48,18 @@ def parallel_apply(
     Source:
         ``torch.nn.parallel.parallel_apply``, which carries only autocast's on/off to its threads.
     """
+    return apply_once(modules, inputs, kwargs_tup, devices)
+
+
+def apply_once(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None,
+    devices: Sequence[DeviceLike] | None,
+    *,
+    at_once: bool = False,
+) -> list[Any]:
+    """Call each module in threads that are made for it; see ``parallel_apply``, and ``Workers.runs_at_once``."""
     calls = list(inputs)
     kwargs = list(kwargs_tup) if kwargs_tup is not None else [{} for _ in calls]
     found = [_device_of(m, i) for m, i in zip(modules, calls)] if devices is None else parse_devices(devices)
@@ -60,6 +72,7 @@ def parallel_apply(
         return []
     arguments = [c if isinstance(c, tuple) else (c,) for c in calls]
     workers = Workers(len(modules) - 1)
+    workers.runs_at_once = at_once
     try:
         return workers.run(list(zip(modules, arguments, kwargs)), found)
     finally:
@@ -113,6 +126,9 @@ class Workers(Engine):
     The threads start at the first call and end with this object.
     """
 
+    runs_at_once = False
+    """Whether replicas on one device run side by side, too."""
+
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._threads: list[ReplicaThread] = []
@@ -133,11 +149,12 @@ class Workers(Engine):
 
         Replicas that share a device share its random generator, so they run one after another, in order: a seeded run
         gives the same numbers every time. So do all replicas under saved-tensor hooks that may depend on the order.
+        But where ``replicate`` is overridden, they run at once: it may have connected them to wait for each other.
         """
         if len(devices) > 1 and devices[0].type == "cuda":
             _load_linear_algebra()
         state = ThreadState(list(devices))
-        scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors)
+        scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors, at_once=self.runs_at_once)
         names = positions if positions is not None else range(len(calls))
         jobs = [functools.partial(_call, scheduler, i, *each) for i, each in enumerate(zip(calls, devices, names))]
         futures: list[Future[Any]] = []

@@ -198,7 +198,10 @@ def move_tree(value: Any, device: torch.device) -> Any:
         known = known_type(leaf)
         if known is not None:
             return known.move(leaf, device)
-        return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
+        plain = comm.as_plain(leaf) if isinstance(leaf, Tensor) else leaf
+        if plain is not leaf and leaf.device == device:
+            return leaf
+        return comm.copy(plain, device) if isinstance(plain, Tensor) else leaf
 
     return tree.map_leaves(move, value, open_known)
 

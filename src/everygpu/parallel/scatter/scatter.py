@@ -31,6 +31,8 @@ from everygpu.parallel.scatter.row_count import (
 from everygpu.parallel.scatter.split import Replicated, Split, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
 
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
 
 def scatter(
     inputs: Any,
@@ -158,7 +160,8 @@ class _Cutter:
             if self._fits(x, devices, rows):
                 shards = self._reuse(x)
                 return [shards[i] for i in wanted]
-        shares = cut_rows(x, rows, self.dim)
+        with keep_requires_grad(x):
+            shares = cut_rows(x, rows, self.dim)
         shares = shares if len(wanted) == len(rows) else [shares[i] for i in wanted]
         is_plain = x.layout is torch.strided and not x.requires_grad
         if is_plain and x.device.type == "cpu" and self.devices[0].type == "cuda":
@@ -195,19 +198,27 @@ class _Cutter:
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:
-            return broadcast_tensor(leaf, self.devices)
+            with keep_requires_grad(leaf):
+                return broadcast_tensor(comm.as_plain(leaf), self.devices)
         if known_type(leaf) is not None:
             return [move_tree(leaf, device) for device in self.devices]
         return [leaf] * len(self.devices)
 
 
 def cut_rows(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
-    """Cut a tensor into parts of so many rows: views, but of a sparse tensor copies."""
+    """Cut a tensor into parts of so many rows: views, but copies of a sparse tensor, and where code that calls
+    ``view`` on a contiguous tensor would meet one that isn't.
+    """
+    x = comm.as_plain(x)
     starts = itertools.accumulate(rows, initial=0)
     if x.layout is torch.sparse_coo and not x.requires_grad:
         return [torch.narrow_copy(x, dim % x.ndim, start, n) for start, n in zip(starts, rows)]
     # Not torch.split, whose results must not be written when there is a graph.
-    return [x.narrow(dim, start, n) for start, n in zip(starts, rows)]
+    parts = [x.narrow(dim, start, n) for start, n in zip(starts, rows)]
+    if dim == 0 or x.layout is not torch.strided:
+        return parts
+    formats = [f for f in _FORMATS if x.is_contiguous(memory_format=f)]
+    return [part.contiguous(memory_format=f) for part in parts for f in formats[:1]] or parts
 
 
 def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
