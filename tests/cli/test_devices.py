@@ -114,6 +114,7 @@ def test_json_has_bytes_and_hidden_devices(show, monkeypatch):
         "total_memory_bytes": 140 * GIB,
         "free_memory_bytes": 3 * GIB,
         "utilization_pct": 97.0,
+        "fault": None,
         "processes": [{"pid": 7, "used_memory_bytes": 5 * GIB}, {"pid": 8, "used_memory_bytes": None}],
         "reserved_by": None,
     }

@@ -1,8 +1,9 @@
 """A stand-in for the ``pynvml`` module, with answers as real drivers gave them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 from everygpu.devices.nvml import DeviceSample
 
@@ -22,6 +23,7 @@ class Gpu:
     utilization: int | None = 0
     processes: Sequence[tuple[int, int | None]] = ()
     mig: bool = False
+    instances: Sequence[str] = ()
     lost: bool = False
     temperature: int | None = 31
     slowdowns: int | None = 1
@@ -31,10 +33,13 @@ class FakeNvml:
     """Answers like ``pynvml``; counts init and shutdown."""
 
     NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_NO_PERMISSION = 4
+    NVML_ERROR_NOT_FOUND = 6
     NVML_ERROR_DRIVER_NOT_LOADED = 9
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
     NVML_ERROR_FUNCTION_NOT_FOUND = 13
     NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_RESET_REQUIRED = 16
     NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18
 
     class NVMLError(Exception):
@@ -47,11 +52,32 @@ class FakeNvml:
         *gpus: Gpu,
         fail_init: int | None = None,
         cuda_version: int | None = 13_000,
+        faults: Mapping[tuple[str, int | None], int] | None = None,
+        process_names: Mapping[int, bytes] | None = None,
     ) -> None:
+        """``faults`` has an error for a query of the GPU at a position, or of None for the driver's own."""
+        self.faults = faults or {}
+        self.process_names = process_names or {7: b"/usr/bin/python3", 4711: b"python"}
         self.cuda_version = cuda_version
         self.gpus = gpus
         self.fail_init = fail_init
         self.num_open = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return self._faulty(name, found) if name.startswith("nvml") else found
+
+    def _faulty(self, name: str, query: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            position = next((i for i, gpu in enumerate(self.gpus) if args and args[0] is gpu), None)
+            position = args[0] if name == "nvmlDeviceGetHandleByIndex" else position
+            if (code := self.faults.get((name, position))) is not None:
+                if name == "nvmlShutdown":
+                    query(*args)
+                self._fail(code)
+            return query(*args)
+
+        return ask
 
     def _fail(self, code: int) -> None:
         raise self.NVMLError(code)
@@ -111,10 +137,19 @@ class FakeNvml:
         return self._known(self.cuda_version)
 
     def nvmlSystemGetProcessName(self, pid: int) -> object:
-        return self._known({7: "/usr/bin/python3", 4711: "python"}.get(pid))
+        name = self.process_names.get(pid)
+        return self._known(None if name is None else name.decode())  # as pynvml does
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
         return [int(gpu.mig)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: Gpu) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, slot: int) -> SimpleNamespace:
+        if slot >= len(gpu.instances):
+            self._fail(self.NVML_ERROR_NOT_FOUND)
+        return SimpleNamespace(uuid=gpu.instances[slot])
 
 
 def two_h200s(**changes: object) -> tuple[Gpu, Gpu]:

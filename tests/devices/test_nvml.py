@@ -46,12 +46,24 @@ def test_mig_mode_is_told():
     assert [sample.is_mig for sample in sample_devices(FakeNvml(Gpu(), Gpu(mig=True)))] == [False, True]
 
 
-def test_lost_gpu_is_left_out_and_the_others_keep_their_index(caplog):
+def test_lost_gpu_keeps_its_position(caplog):
     first, second = two_h200s()
     first.lost = True
-    (sample,) = sample_devices(FakeNvml(first, second))
+    lost, sound = sample_devices(FakeNvml(first, second))
+    assert (lost.index, lost.uuid, lost.fault) == (0, None, "doesn't answer: NVML error 15")
+    assert (sound.index, sound.uuid, sound.fault) == (1, H200_UUIDS[1], None)
+    assert caplog.text == ""  # whoever asks says so
+
+
+def test_gpu_of_others_has_no_position():
+    faults = {("nvmlDeviceGetHandleByIndex", 0): FakeNvml.NVML_ERROR_NO_PERMISSION}
+    (sample,) = sample_devices(FakeNvml(*two_h200s(), faults=faults))
     assert (sample.index, sample.uuid) == (1, H200_UUIDS[1])
-    assert "GPU 0 is left out" in caplog.text
+
+
+def test_names_of_processes_may_be_any_bytes():
+    library = FakeNvml(process_names={7: b"/opt/caf\xe9/python", 8: b"python"})
+    assert name_processes([7, 8], library) == {7: "/opt/caf\\xe9/python", 8: "python"}
 
 
 @pytest.mark.parametrize(

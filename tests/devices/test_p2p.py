@@ -141,6 +141,18 @@ def test_another_driver_or_boot_is_tested_again(machine, monkeypatch, tmp_path):
     assert len(machine.commands) == 3
 
 
+def test_machines_that_share_a_home_keep_their_verdicts(machine, tmp_path):
+    theirs = ["dddd", "eeee"]
+    keep(UUIDS, reports(_01=WRONG))
+    (tmp_path / "boot_id").write_text("another\n")
+    keep(theirs, {(0, 1): HANGS, (1, 0): RIGHT})
+    assert look_up(theirs) == {(0, 1): HANGS, (1, 0): RIGHT}
+    assert look_up(UUIDS) is None
+    (tmp_path / "boot_id").write_text("boot\n")
+    assert look_up(UUIDS) == reports(_01=WRONG)
+    assert look_up(theirs) is None
+
+
 def test_new_gpu_is_tested_and_verdicts_belong_to_gpus_not_to_their_order(machine):
     keep(UUIDS[:2], {(0, 1): RIGHT, (1, 0): WRONG})
     assert look_up(UUIDS) is None
@@ -221,8 +233,11 @@ def test_real_gpus_are_tested_in_seconds(monkeypatch, tmp_path, caplog):
         "",
         "[]",
         "{",
-        '{"machine": ["580.159.03", "boot"], "pairs": {"aaaa bbbb": 3}}',
-        '{"machine": ["580.159.03", "boot"], "pairs": 3}',
+        '{"machine": ["580.159.03", "boot"], "pairs": {"aaaa bbbb": {"verdict": "right", "detail": ""}}}',
+        '{"pairs": {"aaaa bbbb": 3}}',
+        '{"pairs": 3}',
+        '{"pairs": {"aaaa bbbb": {"machine": ["580.159.03", "boot"], "verdict": "right"}}}',
+        "[" * 100_000,
         None,
     ],
 )

@@ -56,10 +56,14 @@ RECORDED = {
     f"{A}, {B}": [0],
     A[4:]: [],
     "GPU-zz,0": [],
+    # The rules alone say so.
+    "9" * 5000: [],
+    "0," + "9" * 5000: [0],
+    "0" * 5000 + "1": [1],
 }
 
 
-@pytest.mark.parametrize("text", RECORDED)
+@pytest.mark.parametrize("text", RECORDED, ids=lambda text: text[:80])
 def test_same_as_the_driver(text):
     assert pick_visible(text, H200_UUIDS) == RECORDED[text]
 
@@ -164,6 +168,13 @@ def test_memory_that_nvml_does_not_know_is_asked_of_torch(fake_cuda):
     fake_cuda([A[4:]], FakeNvml(Gpu(total=None)))
     (device,) = visible_devices()
     assert (device.index, device.free_memory_bytes, device.total_memory_bytes) == (0, 5, 9)
+
+
+def test_an_instance_has_a_uuid_of_its_kind(fake_cuda):
+    gpu = Gpu(uuid=B, mig=True, instances=[f"MIG-{A[4:]}"])
+    fake_cuda([A[4:]], FakeNvml(gpu))
+    (device,) = visible_devices()
+    assert (device.uuid, device.free_memory_bytes) == (f"MIG-{A[4:]}", 5)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])

@@ -16,8 +16,8 @@ from everygpu.errors import DeviceError
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _POLL_S = 2.0
-_IN_MIG = "in MIG mode: set CUDA_VISIBLE_DEVICES to an instance, see nvidia-smi -L"
 _USE_CPU = "Omit --gpus and the filters, or pass --cpu, to use the CPU."
+_IN_MIG = "in MIG mode: set CUDA_VISIBLE_DEVICES to an instance, see nvidia-smi -L"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +51,19 @@ def plan_run(
     """
     samples = nvml.sample_devices() or []
     text = environ.get("CUDA_VISIBLE_DEVICES")
-    if demand.is_empty and ((samples and all(gpu.is_mig for gpu in samples)) or (text or "").startswith("MIG-")):
-        return Plan()  # CUDA uses one instance, the first unless the variable names another
+    sound = [gpu for gpu in samples if gpu.fault is None]
+    lost = ", ".join(f"{gpu.label} {gpu.fault}" for gpu in samples if gpu.fault is not None)
+    lost = f"{lost}. `everygpu doctor` says what to do." if lost else ""
+    if demand.is_empty and ((sound and all(gpu.is_mig for gpu in sound)) or (text or "").startswith("MIG-")):
+        return Plan(note=lost or None)  # CUDA uses one instance, the first unless the variable names another
     if demand.is_empty and not _fits(samples, request, demand, environ):
         if not samples:
             return Plan(note="No NVIDIA GPU found: the script runs on the CPU, or on what torch finds.")
         among = "" if text is None else f" in CUDA_VISIBLE_DEVICES={text!r}"
-        return Plan(environ=NO_GPU, note=f"No usable GPU{among}: the script runs on the CPU.")
+        return Plan(environ=NO_GPU, note=f"No usable GPU{among}: the script runs on the CPU. {lost}".rstrip())
 
     def select(holders: Mapping[str, Holder]) -> list[DeviceSample]:
-        return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders)
+        return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders, _USE_CPU)
 
     idle = [replace(gpu, free_memory_bytes=gpu.total_memory_bytes, utilization_pct=0.0) for gpu in samples]
     is_hopeful = _fits(idle, request, demand, environ)
@@ -82,7 +85,7 @@ def plan_run(
     settings = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if taken.locks:
         settings[OWN] = visible
-    return Plan(environ=settings, num_gpus=len(taken.devices), locks=taken.locks)
+    return Plan(environ=settings, num_gpus=len(taken.devices), locks=taken.locks, note=lost or None)
 
 
 def _fits(samples: Sequence[DeviceSample], request: Request, demand: Demand, environ: Mapping[str, str]) -> bool:
@@ -100,6 +103,7 @@ def choose_gpus(
     demand: Demand,
     environ: Mapping[str, str],
     holders: Mapping[str, Holder] | None = None,
+    use_cpu: str = "",
 ) -> list[DeviceSample]:
     """Take the GPUs that are visible, asked for, and free enough.
 
@@ -110,11 +114,13 @@ def choose_gpus(
     everything = [*visible, *(gpu for gpu in samples if gpu not in visible)]
     refused = refuse_held(everything, holders or {})
     for i, gpu in enumerate(everything):
-        if gpu.is_mig:
+        if gpu.fault is not None:
+            refused[i] = gpu.fault
+        elif gpu.is_mig:
             refused[i] = _IN_MIG
         elif i >= len(visible):
             refused[i] = f"hidden by CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}"
         if request.indices and gpu.index not in request.indices:
             refused[i] = "not asked for"
-    chosen = choose(everything, demand, refused, _USE_CPU)
+    chosen = choose(everything, demand, refused, use_cpu)
     return sorted(chosen, key=lambda gpu: request.indices.index(gpu.index or 0)) if request.indices else chosen

@@ -96,15 +96,17 @@ def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tup
     by_uuid = {gpu.uuid: gpu for gpu in samples}
     seen: list[Row] = [(str(gpu.device), gpu) for gpu in visible]
     seen += [(name, by_uuid[uuid]) for uuid, name in predicted.items()]
-    return [*seen, *((None, gpu) for gpu in samples if gpu.uuid not in names)], holders
+    return [*seen, *((None, gpu) for gpu in samples if gpu.uuid is None or gpu.uuid not in names)], holders
 
 
 def explain_hidden(rows: Sequence[Row]) -> list[str]:
     """Say why torch doesn't use some GPUs."""
-    num_hidden = sum(name is None for name, _ in rows)
-    notes = []
+    lost = [gpu for _, gpu in rows if gpu.fault is not None]
+    num_hidden = sum(name is None and gpu.fault is None for name, gpu in rows)
+    notes = [harmless(f"{gpu.label} {gpu.fault}. `everygpu doctor` says what to do.") for gpu in lost]
     if any(name == "cuda:?" for name, _ in rows):
-        notes.append("CUDA numbers unlike GPUs fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or pass --torch.")
+        unlike = "CUDA numbers unlike GPUs fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or pass --torch."
+        notes.append("Where a GPU is lost, only torch knows CUDA's numbers: pass --torch." if lost else unlike)
     if num_hidden:
         them = "1 GPU is" if num_hidden == 1 else f"{num_hidden} GPUs are"
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -117,7 +119,7 @@ def describe(row: Row, holders: Mapping[str, Holder]) -> dict[str, object]:
     """Make a record for JSON; ``device`` is null where torch can't use it."""
     name, device = row
     holder = holders.get(device.uuid or "")
-    keys = ("index", "name", "uuid", "total_memory_bytes", "free_memory_bytes", "utilization_pct")
+    keys = ("index", "name", "uuid", "total_memory_bytes", "free_memory_bytes", "utilization_pct", "fault")
     return {
         "device": name,
         **{key: getattr(device, key) for key in keys},
@@ -134,7 +136,7 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder], *, with_uuid
         table.add_column("UUID", overflow="fold")
     for name, device in rows:
         holder = holders.get(device.uuid or "")
-        used_by = [] if holder is None else [harmless(holder.reason)]
+        used_by = [harmless(text) for text in (device.fault, holder and holder.reason) if text]
         for pid, used in device.processes:
             used_by.append(harmless(f"{os.path.basename(names.get(pid, '?'))} {pid} ({format_size(used)})"))
         table.add_row(

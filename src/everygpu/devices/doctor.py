@@ -70,8 +70,11 @@ class Diagnosis:
 
 def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Path = Path("/")) -> Diagnosis:
     """Look at everything. The test of copies takes some seconds and 256 MiB on each GPU, and is kept for later runs."""
-    driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
-    is_tested = test_peers and build.num_devices > 1
+    driver, found, build = nvml.sample_driver(), nvml.sample_devices(), describe_torch()
+    if found is None and isinstance(driver, DriverSample):
+        driver = NvmlFailure(is_absent=False, text="it doesn't list its GPUs")
+    samples = found or []
+    is_tested = test_peers and build.num_devices > 1 and not any(gpu.fault for gpu in samples)
     peers = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None
     findings = (
         check_driver(driver, count_boards(system)),
@@ -103,8 +106,11 @@ def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: 
     if isinstance(driver, DriverSample) and not build.is_rocm and (fault := _find_mismatch(build, driver, environ)):
         yield fault
         return
-    kind = "no CUDA" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
-    kind = "ROCm" if build.is_rocm else kind
+    if build.cuda_version is None and not build.is_rocm:
+        fix = "Install a CUDA build of torch where there are NVIDIA GPUs."
+        yield Finding("torch", "note", f"torch {build.version} is built without CUDA", fix)
+        return
+    kind = "ROCm" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
     yield Finding("torch", "ok", f"torch {build.version} with {kind} sees {build.num_devices} GPU(s)")
     if build.num_devices > 1 and build.nccl_version is None:
         message = "torch has no NCCL: several GPUs exchange gradients by copies, which is slower"
@@ -155,14 +161,18 @@ def _list_pairs(peers: Mapping[Pair, PairReport], verdict: str) -> str:
 
 
 def check_health(samples: Sequence[DeviceSample]) -> Iterator[Finding]:
-    """Look at what slows GPUs down."""
+    """Look at what GPUs are lost, and what slows the others down."""
     slowed = [sample for sample in samples if sample.slowdowns]
+    lost = [sample for sample in samples if sample.fault is not None]
+    for sample in lost:
+        fix = "Reset it: nvidia-smi --gpu-reset, or restart the machine. The kernel's log (dmesg) has its Xid."
+        yield Finding("health", "error", f"{sample.label} {sample.fault}", fix)
     for sample in slowed:
         heat = "" if sample.temperature_c is None else f", at {sample.temperature_c:g} °C"
         fix = "Look at its cooling and its power supply: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER."
         yield Finding("health", "warning", f"{sample.label} is slowed: {', '.join(sample.slowdowns)}{heat}", fix)
-    if samples and not slowed:
-        yield Finding("health", "ok", f"{len(samples)} GPU(s), none is slowed")
+    if len(samples) > len(lost) and not slowed:
+        yield Finding("health", "ok", f"{len(samples) - len(lost)} GPU(s), none is slowed")
 
 
 def check_environment(environ: Mapping[str, str], samples: Sequence[DeviceSample]) -> Iterator[Finding]:
@@ -180,11 +190,11 @@ def check_environment(environ: Mapping[str, str], samples: Sequence[DeviceSample
 def check_limits(system: Path) -> Iterator[Finding]:
     """Look at what DataLoader workers need: /dev/shm to hand over batches, and open files."""
     if (system / "dev/shm").is_dir():
-        shared = shutil.disk_usage(system / "dev/shm").total
-        message, fix = f"/dev/shm has {format_size(shared)}", None
+        shared = shutil.disk_usage(system / "dev/shm").free
+        message, fix = f"/dev/shm has {format_size(shared)} free", None
         if shared < _ENOUGH_SHARED_BYTES:
             message += ": loader workers may die with a bus error"
-            fix = "In a container: --shm-size=8g or --ipc=host. Else: mount -o remount,size=8G /dev/shm."
+            fix = "Remove what is left there. In a container: --shm-size=8g. Else: mount -o remount,size=8G /dev/shm."
         yield Finding("shared memory", "warning" if fix else "ok", message, fix)
     if sys.platform != "win32":
         import resource

@@ -6,7 +6,7 @@ The only module that imports ``pynvml``. Where NVML is absent or broken, the log
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,10 @@ _SLOWDOWNS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
+# nvml.h, nvmlReturn_t.
+_NO_PERMISSION = 4
+_LOST = (15, 16)
+"""The GPU is lost, or needs a reset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,10 @@ class DeviceSample:
     """``nvidia-smi --query-gpu=temperature.gpu``."""
     slowdowns: tuple[str, ...] = ()
     """``nvidia-smi --query-gpu=clocks_event_reasons.active``: of these, what holds a working GPU back."""
+    instances: tuple[str, ...] = ()
+    """``nvidia-smi -L``: UUIDs of its MIG instances, ``MIG-…``."""
+    fault: str | None = None
+    """Why it can't be used, such as a lost GPU's answer; it keeps its index, so that others keep theirs."""
 
     @property
     def label(self) -> str:
@@ -83,8 +91,8 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     """Ask NVML about every GPU of the machine, visible to CUDA or not.
 
     Returns:
-        One sample per GPU, in PCI order; a GPU that doesn't answer is left out, with a log line. None
-        when NVML itself is absent or broken.
+        One sample per GPU, in PCI order; a GPU that doesn't answer has a ``fault``, and one that belongs to others,
+        as in a container, is left out. None when NVML itself is absent or broken.
     Source:
         ``nvmlDeviceGetHandleByIndex`` and the queries of ``nvidia-smi --query-gpu``. NVML ignores
         ``CUDA_VISIBLE_DEVICES``.
@@ -104,7 +112,7 @@ def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
     def ask(nvml: Any) -> DriverSample:
         number = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
         cuda_version = None if number is None else (number // 1000, number % 1000 // 10)
-        return DriverSample(version=str(nvml.nvmlSystemGetDriverVersion()), cuda_version=cuda_version)
+        return DriverSample(version=str(_read(nvml, "nvmlSystemGetDriverVersion")), cuda_version=cuda_version)
 
     return _query(library, ask)
 
@@ -141,34 +149,56 @@ def _query(library: Any, ask: Callable[[Any], Answer]) -> Answer | NvmlFailure:
 
 
 def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
+    gpu = DeviceSample(index=index, name="?", uuid=None, total_memory_bytes=None, free_memory_bytes=None)
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
     except nvml.NVMLError as error:
-        logger.warning("GPU %d is left out: NVML answers %s.", index, error)
-        return None
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
-    temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, 0)  # nvml.h, NVML_TEMPERATURE_GPU
-    slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-    processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
-    return DeviceSample(
-        index=index,
-        name=name,
-        uuid=uuid,
+        is_foreign = error.value == _NO_PERMISSION  # CUDA doesn't number it, either
+        return None if is_foreign else replace(gpu, fault=f"doesn't answer: {error}")
+    try:
+        gpu = replace(gpu, uuid=_read(nvml, "nvmlDeviceGetUUID", handle))
+        gpu = replace(gpu, name=_read(nvml, "nvmlDeviceGetName", handle))
+        memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+        utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
+        temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, 0)  # nvml.h, NVML_TEMPERATURE_GPU
+        slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
+        is_mig = (_ask(nvml, "nvmlDeviceGetMigMode", handle) or [0])[0] != 0
+        instances = _list_instances(nvml, handle) if is_mig else ()
+    except nvml.NVMLError as error:
+        return replace(gpu, fault=f"doesn't answer: {error}")
+    return replace(
+        gpu,
         total_memory_bytes=None if memory is None else int(memory.total),
         free_memory_bytes=None if memory is None else int(memory.free),
         utilization_pct=None if utilization is None else float(utilization.gpu),
         processes=tuple((process.pid, process.usedGpuMemory) for process in processes),
-        is_mig=(_ask(nvml, "nvmlDeviceGetMigMode", handle) or [0])[0] != 0,
+        is_mig=is_mig,
         temperature_c=None if temperature is None else float(temperature),
         slowdowns=tuple(words for bit, words in _SLOWDOWNS.items() if slowed & bit),
+        instances=instances,
     )
 
 
+def _list_instances(nvml: Any, handle: Any) -> tuple[str, ...]:
+    slots = range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    instances = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, slot) for slot in slots]
+    uuids = [_ask(nvml, "nvmlDeviceGetUUID", instance) for instance in instances if instance is not None]
+    return tuple(uuid for uuid in uuids if uuid is not None)
+
+
 def _ask(nvml: Any, query: str, *args: Any) -> Any:
-    """Answer an optional query; None where this GPU or driver has no answer."""
+    """Answer an optional query; None where this GPU or driver has no answer. A lost GPU's answer goes on."""
+    try:
+        return _read(nvml, query, *args)
+    except nvml.NVMLError as error:
+        if error.value in _LOST:
+            raise
+        return None
+
+
+def _read(nvml: Any, query: str, *args: Any) -> Any:
     try:
         return getattr(nvml, query)(*args)
-    except nvml.NVMLError:
-        return None
+    except UnicodeDecodeError as error:  # names of programs are bytes, and pynvml takes them for UTF-8
+        return error.object.decode("utf-8", "backslashreplace")

@@ -179,33 +179,37 @@ def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
 
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:
-    """Find what an earlier test said of these devices; None unless it is known of every pair."""
-    known, pairs = _read_cache(), itertools.permutations(range(len(uuids)), 2)
+    """Find what an earlier test said of these devices since the machine started; None unless it is known of all."""
+    kept, machine, found = _read_cache(), _machine(), {}
     try:
-        return {(i, j): PairReport(**known[f"{uuids[i]} {uuids[j]}"]) for i, j in pairs}
+        for i, j in itertools.permutations(range(len(uuids)), 2):
+            own = kept[f"{uuids[i]} {uuids[j]}"]
+            if own["machine"] != machine:
+                return None
+            found[i, j] = PairReport(verdict=own["verdict"], detail=own["detail"])
     except (KeyError, TypeError):
         return None
+    return found
 
 
 def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:
-    """Remember what was found out; a folder that can't be written is no harm."""
+    """Remember what was found out, beside other machines' GPUs; a folder that can't be written is no harm."""
+    machine = _machine()
     sure = {
-        f"{uuids[i]} {uuids[j]}": {"verdict": report.verdict, "detail": report.detail}
+        f"{uuids[i]} {uuids[j]}": {"machine": machine, "verdict": report.verdict, "detail": report.detail}
         for (i, j), report in reports.items()
         if report.verdict != "untested"
     }
     try:
-        text = json.dumps({"machine": _machine(), "pairs": _read_cache() | sure}, indent=1)
-        write_whole(cache_folder() / "p2p.json", text)
+        write_whole(cache_folder() / "p2p.json", json.dumps({"pairs": _read_cache() | sure}, indent=1))
     except OSError as error:
         logger.debug("The test of copies between GPUs can't be remembered: %s.", error)
 
 
 def _read_cache() -> dict[str, Any]:
     try:
-        kept = json.loads((cache_folder() / "p2p.json").read_text())
-        return dict(kept["pairs"]) if kept["machine"] == _machine() else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(json.loads((cache_folder() / "p2p.json").read_text())["pairs"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

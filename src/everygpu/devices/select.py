@@ -107,10 +107,9 @@ def choose(
     if len(fitting) < (demand.count or 1):
         found = f"Found {len(fitting)} of {demand.count or 1} requested GPUs"
         if not devices:
-            raise DeviceError(f"{found}. {use_cpu}")
-        raise DeviceError(
-            f"{found}. Ask for fewer or for less, or wait. {use_cpu}\n{format_verdicts(devices, reasons)}"
-        )
+            raise DeviceError(f"{found}. {use_cpu}".rstrip())
+        advice = f"Ask for fewer or for less, or wait. {use_cpu}".rstrip()
+        raise DeviceError(f"{found}. {advice}\n{format_verdicts(devices, reasons)}")
     return sorted(fitting, key=lambda device: -(device.free_memory_bytes or 0))[: demand.count]
 
 
@@ -121,6 +120,8 @@ def refuse_held(devices: Sequence[DeviceSample], holders: Mapping[str, reserve.H
 
 def find_fault(device: DeviceSample, demand: Demand) -> str | None:
     """Say the first thing a device lacks for a demand; None when it fits. What isn't known doesn't fit."""
+    if device.fault is not None:
+        return device.fault
     if demand.name is not None and demand.name.lower() not in device.name.lower():
         return f"not named {demand.name!r}"
     for entry in demand.exclude:

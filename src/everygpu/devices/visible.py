@@ -9,7 +9,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,6 +41,9 @@ def visible_devices() -> list[DeviceSample]:
 
     if torch.cuda.is_available():
         samples = [] if torch.version.hip else nvml.sample_devices() or []
+        for gpu in samples:
+            if gpu.fault is not None:
+                logger.warning("%s %s. `everygpu doctor` says what to do.", gpu.label, gpu.fault)
         return [_describe(torch.device("cuda", index), samples) for index in range(torch.cuda.device_count())]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -65,28 +67,42 @@ def tell_no_gpu() -> None:
 def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> DeviceSample:
     import torch
 
-    properties = torch.cuda.get_device_properties(device)
+    try:
+        properties = torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError) as error:  # the driver counts a GPU that it has lost
+        return _describe_by_torch(device, "?", None, _fault_of(error))
     uuid = f"GPU-{properties.uuid}"
     sample = next((sample for sample in samples if (sample.uuid or "").lower() == uuid.lower()), None)
-    if sample is not None and sample.free_memory_bytes is not None:
+    if sample is not None and (sample.fault or sample.free_memory_bytes is not None):
         return replace(sample, device=device)
+    instance = f"MIG-{properties.uuid}"
+    if any(instance.lower() == known.lower() for gpu in samples for known in gpu.instances):
+        return _describe_by_torch(device, properties.name, instance)
     # A GPU that shares the host's memory has no figures of its own: torch knows how much it may use.
     by_torch = _describe_by_torch(device, properties.name, uuid)
     if sample is None:
         return by_torch
     total, free = by_torch.total_memory_bytes, by_torch.free_memory_bytes
-    return replace(sample, device=device, total_memory_bytes=total, free_memory_bytes=free)
+    return replace(sample, device=device, total_memory_bytes=total, free_memory_bytes=free, fault=by_torch.fault)
 
 
-def _describe_by_torch(device: "torch.device", name: str, uuid: str | None) -> DeviceSample:
+def _describe_by_torch(device: "torch.device", name: str, uuid: str | None, fault: str | None = None) -> DeviceSample:
     import torch
 
-    memory: tuple[int | None, int | None] = (None, None)
-    with suppress(RuntimeError, NotImplementedError):  # MPS
-        memory = torch.accelerator.get_memory_info(device)
+    free = total = None
+    try:
+        free, total = (None, None) if fault else torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError) as error:
+        # MPS has no figures; a GPU on which CUDA makes no context can't be used.
+        fault = _fault_of(error) if device.type == "cuda" and torch.version.hip is None else None
     return DeviceSample(
-        index=None, name=name, uuid=uuid, total_memory_bytes=memory[1], free_memory_bytes=memory[0], device=device
+        index=None, name=name, uuid=uuid, total_memory_bytes=total, free_memory_bytes=free, device=device, fault=fault
     )
+
+
+def _fault_of(error: Exception) -> str:
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    return f"doesn't answer: {first}"
 
 
 def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
@@ -110,8 +126,8 @@ def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
             kind, rest = entry[:4], entry[4:].rstrip().lower()
             matches = [i for i, u in enumerate(uuids) if u[:4] == kind and u[4:].lower().startswith(rest)]
         else:
-            number = _LEADING_NUMBER.match(entry)
-            matches = [i for i in range(len(uuids)) if number is not None and i == int(number[1])]
+            number = _LEADING_NUMBER.match(entry)  # by float, as int refuses thousands of digits
+            matches = [i for i in range(len(uuids)) if number is not None and i == float(number[1])]
         if len(matches) != 1:
             break
         if matches[0] in picked:
@@ -123,7 +139,7 @@ def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
 def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[DeviceSample]:
     """Say which GPUs CUDA would use under an environment, in the order of its numbers, before torch is loaded.
 
-    Indices are read in PCI order; where CUDA's may differ, a log line says so.
+    Indices are nvidia-smi's, so a lost GPU counts; where CUDA's may differ, a log line says so.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is not None and _LEADING_NUMBER.match(text) and not has_known_order(environ, devices):
@@ -136,8 +152,9 @@ def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample])
 
 
 def has_known_order(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> bool:
-    """Tell whether CUDA numbers the machine's GPUs in PCI order: unlike ones come fastest first by default."""
-    return environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({device.name for device in devices}) < 2
+    """Whether CUDA numbers the machine's GPUs in PCI order: unlike ones come fastest first by default."""
+    names = {device.name for device in devices if device.fault is None}
+    return environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(names) < 2
 
 
 def predict_names(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> dict[str, str]:
@@ -147,6 +164,6 @@ def predict_names(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -
         ``cuda:0`` and so on, in this order; ``cuda:?`` where the order is not known before CUDA is asked.
     """
     by_uuid = environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-")
-    is_known = by_uuid or has_known_order(environ, devices)
-    visible = resolve_environ(environ, devices)
+    is_known = by_uuid or (has_known_order(environ, devices) and not any(device.fault for device in devices))
+    visible = [device for device in resolve_environ(environ, devices) if device.fault is None]
     return {device.uuid or "": f"cuda:{i if is_known else '?'}" for i, device in enumerate(visible)}
