@@ -385,7 +385,7 @@ class TestNoRows:
             out, load = run(lambda x: (x, torch.ones(4)), 9, 3)
             assert (len(out), len(load)) == (9, 12)
         (message,) = said.messages
-        assert message.startswith("gather: out[1] has shape (4,) in each of 3 replicas, which are no rows on dim 0")
+        assert message.startswith("gather: out[1] has shape (4,) in each of 3 replicas, other than their rows on dim 0")
 
     def test_the_state_of_an_lstm(self, said):
         model = DataParallel(nn.LSTM(8, 4, 2, batch_first=True), ["cpu"] * 3)
@@ -406,9 +406,23 @@ class TestNoRows:
         torch.testing.assert_close(gather(many[1][0]), one[1][0])
         assert said.messages == []
 
+    @pytest.mark.parametrize("num_anchors", range(7, 13))
+    @pytest.mark.parametrize("num_rows", range(3, 9))
+    def test_anchors_are_warned_of_however_many_there_are(self, said, num_anchors, num_rows):
+        _, anchors = run(lambda x: (x, torch.ones(num_anchors, 4)), num_rows)
+        assert len(anchors) == 2 * num_anchors
+        assert len(said.messages) == 1
+
+    def test_where_shares_differ_it_is_proven_by_one_output(self, said):
+        run(lambda x: torch.ones(6, 2), 8)
+        assert said.messages == []
+        run(lambda x: torch.ones(6, 2), 7)
+        assert len(said.messages) == 1
+
     def test_others_are_not_warned_of(self, said):
+        run(lambda x: (x, x.repeat_interleave(2)), 7)  # two entries for each row, as shares of 4 and 3 show
         for function in (
-            lambda x: (x, x.new_ones(12, 4, 4)),  # three entries for each row
+            lambda x: x.new_ones(12, 4, 4),
             lambda x: (x, x.new_ones(1)),
             lambda x: (x, x.sum()),
             lambda x: x.new_ones(3, 4, 2),  # no other output tells where the rows are

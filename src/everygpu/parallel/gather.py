@@ -86,8 +86,9 @@ class Joiner:
     is_sharded: bool = False
     """Whether tensors are kept on their devices, as a ``ShardedBatch``, where it is known what each counts."""
     has_rows: bool = False
+    """Whether shapes show what has rows and what hasn't: outputs with a share's rows, or shares that differ."""
     odd: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Outputs whose shape, equal in all replicas, says that they have no rows where these should be."""
+    """Outputs as large in all replicas, other than the shares: without rows, or with several entries for each row."""
 
     @property
     def rows(self) -> tuple[int, ...] | None:
@@ -176,8 +177,9 @@ class Joiner:
         sizes, shape = [t.shape[self.dim] for t in tensors], tensors[0].shape
         if sizes == list(self.rows):
             self.has_rows = True
-        elif sizes[0] > 1 and sizes[0] % self.rows[0] and all(t.shape == shape for t in tensors):
+        elif sizes[0] > 1 and len(set(sizes)) == 1:
             self.odd.append((path, tuple(shape)))
+            self.has_rows |= len(set(self.rows)) > 1  # or sizes would differ as they do
 
 
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
@@ -201,9 +203,10 @@ def _check_layouts(tensors: list[Tensor], path: str) -> None:
 @functools.cache
 def _warn_of_no_rows(path: str, shape: tuple[int, ...], dim: int, num_replicas: int) -> None:
     logger.warning(
-        "gather: %s has shape %s in each of %d replicas, which are no rows on dim %d: joined there all the same, as "
-        "torch.nn.DataParallel joins it. Return the state of an nn.LSTM with its rows permuted to that dimension, and "
-        "what is of a whole batch, such as counts, with a dimension of size 1 there. This is said once.",
+        "gather: %s has shape %s in each of %d replicas, other than their rows on dim %d: joined there all the same, as "
+        "torch.nn.DataParallel joins it. Return the state of an nn.LSTM with its rows permuted to that dimension; what "
+        "is of a whole batch, such as counts or anchors, with a dimension of size 1 there; and several entries for "
+        "each row on a dimension of their own. This is said once.",
         path, shape, num_replicas, dim,
     )  # fmt: skip
 
@@ -213,7 +216,7 @@ def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")
     joined = _join(outputs, joiner, "out")
-    if joiner.odd and joiner.has_rows:  # beside outputs with rows
+    if joiner.odd and joiner.has_rows:
         _warn_of_no_rows(*joiner.odd[0], joiner.dim, len(outputs))
     return joined
 
