@@ -254,6 +254,16 @@ class TestCalls:
         assert free.shape == (5, 16)
         assert 2 in lengths
 
+    def test_a_cache_goes_back_to_the_replicas_that_filled_it(self, make_pair, tokens):
+        model, bare = make_pair()
+        with torch.no_grad():
+            ours, theirs = model(tokens), bare(tokens)
+            for _ in range(2):
+                ours, theirs = (
+                    m(tokens[:, :1], past_key_values=out.past_key_values) for m, out in ((model, ours), (bare, theirs))
+                )
+                torch.testing.assert_close(everygpu.gather(ours.logits), theirs.logits)
+
     def test_outputs_have_all_that_one_device_gives(self, make_pair, tokens):
         model, bare = make_pair()
         with torch.no_grad():

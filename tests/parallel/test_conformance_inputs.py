@@ -353,6 +353,75 @@ class TestObjects:
         assert 0 < Words.num_read < 100
 
 
+class Cache:
+    """Of what was seen so far, as transformers' DynamicCache: it grows where it is, and has a number of rows."""
+
+    def __init__(self, keys):
+        self.layers = [SimpleNamespace(keys=keys)]
+        self.num_rows = len(keys)
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 4)
+
+    def forward(self, x, cache=None):
+        keys = torch.tanh(self.lin(x))[:, None]
+        if cache is None:
+            cache = Cache(keys)
+        else:
+            assert cache.num_rows == len(x)
+            cache.layers[0].keys = torch.cat([cache.layers[0].keys, keys], 1)
+        return {"out": cache.layers[0].keys.cumsum(1).sum(1), "past": [cache]}
+
+
+class TestObjectsThatReplicasReturned:
+    @pytest.mark.parametrize("how", ["sharded", "joined"])
+    @pytest.mark.parametrize("num_rows", [1, 4, 7])
+    def test_each_replica_gets_its_own_back(self, devs, num_rows, how):
+        model, bare = pair(Caching, devs, gather=how)
+        results = []
+        for module in (model, bare):
+            (x, *more), cache, total = [rows(num_rows, 3, device=devs[0], seed=i) for i in range(3)], None, 0
+            for step in (x, *more):
+                found = module(step, cache=cache)
+                (cache,) = found["past"]
+                total = total + (found["out"] * torch.arange(4, device=devs[0])).square().mean()
+            total.backward()
+            results.append(total.detach())
+        torch.testing.assert_close(*results)
+        assert_same_grads(model, bare)
+
+    def test_other_rows_than_they_are_of_are_an_error(self):
+        model = parallel(Caching(), 2)
+        (cache,) = model(torch.zeros(6, 3))["past"]
+        with pytest.raises(
+            SplitError, match=r'same number of rows on dim 0, got 5 in args\[0\] and 6 in kwargs\["cache"\]'
+        ):
+            model(torch.zeros(5, 3), cache=cache)
+        model.split = [1, 2]
+        with pytest.raises(SplitError, match=r"such as Cache, can be passed back .* replica, \[3, 3\], got \[2, 4\]"):
+            model(torch.zeros(6, 3), cache=cache)
+        with pytest.raises(SplitError, match=r"\[3, 3\], got \[6\]"):
+            everygpu.scatter((torch.zeros(6, 3), cache), ["cpu"])
+
+
+def test_weights_stacked_for_each_device_are_told_apart_from_rows(devs):
+    """MAML++ repeats them for nn.DataParallel, which gives each replica its own copy."""
+    x, w = rows(7, 3, device=devs[0]), rows(2, 3, device=devs[0], seed=2).requires_grad_()
+    model = everygpu.DataParallel(Returning(lambda x, w: torch.tanh(x @ w["w"][0].t())), devs)
+    with pytest.raises(SplitError, match=r"everygpu.Replicated\(w.unsqueeze\(0\)\) without the repeat: gradients are"):
+        model(x, w={"w": w.unsqueeze(0).repeat(len(devs), 1, 1)})
+
+    def learned(run):
+        (inner,) = torch.autograd.grad(run(w).square().mean(), w, create_graph=True)
+        return torch.autograd.grad(run(w - inner).square().mean(), w)
+
+    ours = learned(lambda w: model(x, w=everygpu.Replicated({"w": w.unsqueeze(0)})))
+    torch.testing.assert_close(ours, learned(lambda w: torch.tanh(x @ w.t())))
+
+
 class Late(nn.Linear):
     """Made on the meta device; moving it gives it memory."""
 

@@ -299,3 +299,38 @@ def test_a_model_that_returns_its_loss_second_is_told_to_return_it_first() -> No
     step = Pair(CPUS, "SGD", make=lambda: Second(6, 5), loss=None).step
     with pytest.raises(LossError, match=r"one number, got shape \(12, 5\). Return it first, or as \{'loss': ...\}"):
         step(*next(batches(1)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_model_that_returns_several_losses_is_told_how_all_are_trained(
+    devices: Devices, num_replicas: int, shape: tuple[int]
+) -> None:
+    class Several(nn.Linear):
+        way = "tuple"
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            logits = super().forward(x)
+            a, b = (loss.reshape(shape) for loss in (F.cross_entropy(logits, y), logits.square().mean()))
+            made = {"tuple": (a, b), "nested": (a, {"b": [b]}), "total": (a + b, b.detach(), logits)}
+            return made.get(self.way, {"loss": a + b, "b": b})
+
+    pair = Pair(devices(num_replicas), "SGD", make=lambda: Several(6, 5), loss=None)
+    module, (batch,) = pair.ours, pair.data(1, (7,), ignore=False)
+    for way, place in (("tuple", r"out\[1\]"), ("nested", r'out\[1\]\["b"\]\[0\]')):
+        module.way = way
+        with pytest.raises(
+            LossError, match=rf"one loss, got several .*, out\[0\] and {place}, .* sum first and others"
+        ):
+            pair.step(*batch)
+    pair.plain.load_state_dict(module.state_dict())
+    added = everygpu.TrainStep(pair.model, lambda losses: sum(losses), pair.optimizer)
+    for way, step in (("total", pair.step), ("dict", pair.step), ("tuple", added)):
+        module.way = way
+        found = step(*batch) if step is pair.step else step(tuple(batch))
+        expected = sum(pair.plain(*batch)).sum()
+        torch.testing.assert_close(found, expected)
+        pair.reference.zero_grad()
+        expected.backward()
+        pair.reference.step()
+    assert_close(pair.ours, pair.plain, 1e-5)

@@ -15,7 +15,16 @@ from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
 from everygpu.parallel.call import Call
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.parallel.scatter.batch_types import ROWS, BatchType, Rows, batch_type, known_type, move_tree, open_known
+from everygpu.parallel.scatter.batch_types import (
+    ROWS,
+    BatchType,
+    ReplicaObjects,
+    Rows,
+    batch_type,
+    known_type,
+    move_tree,
+    open_known,
+)
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 logger = logging.getLogger("everygpu")
@@ -203,10 +212,10 @@ def _check_layouts(tensors: list[Tensor], path: str) -> None:
 @functools.cache
 def _warn_of_no_rows(path: str, shape: tuple[int, ...], dim: int, num_replicas: int) -> None:
     logger.warning(
-        "gather: %s has shape %s in each of %d replicas, other than their rows on dim %d: joined there all the same, as "
-        "torch.nn.DataParallel joins it. Return the state of an nn.LSTM with its rows permuted to that dimension; what "
-        "is of a whole batch, such as counts or anchors, with a dimension of size 1 there; and several entries for "
-        "each row on a dimension of their own. This is said once.",
+        "gather: %s has shape %s in each of %d replicas, other than their rows on dim %d: joined there all the same, "
+        "as torch.nn.DataParallel joins it. Return the state of an nn.LSTM with its rows permuted to that dimension; "
+        "what is of a whole batch, such as counts or anchors, with a dimension of size 1 there; and several entries "
+        "for each row on a dimension of their own. This is said once.",
         path, shape, num_replicas, dim,
     )  # fmt: skip
 
@@ -298,7 +307,9 @@ def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
     none = [v is None for v in values]
     if any(none) and not all(none):
         raise _structure_error(path, [_describe(v) for v in values])
-    return values[0] if all(_is_equal(v, values[0]) for v in values[1:]) else values
+    if all(_is_equal(v, values[0]) for v in values[1:]):
+        return values[0]
+    return values if joiner.rows is None or tree.find_tensor(values[0]) is None else ReplicaObjects(values, joiner.rows)
 
 
 def _holds_tensors(value: Any) -> bool:

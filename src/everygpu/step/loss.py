@@ -47,12 +47,27 @@ def loss_in(output: Any) -> Any:
         found = getattr(output, "loss", None)
     if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         found = output[0]
+        if others := [path for path, x in tree.leaves(output, "out") if x is not found and _is_like_loss(x, found)]:
+            raise LossError(
+                f"TrainStep: with loss=None the model must return one loss, got several numbers that take a gradient, "
+                f"out[0] and {', '.join(others)}, of which only the first would be trained. Return their sum first and "
+                f"others detached, or pass what adds them up: TrainStep(model, lambda losses: sum(losses), ...)."
+            )
     if found is None:
         raise LossError(
             f"TrainStep: with loss=None the model must return its loss as a tensor, under ['loss'] or as .loss, "
             f"got {type(output).__qualname__}. Pass a loss to TrainStep, or return it from forward."
         )
     return found
+
+
+def _is_like_loss(x: Any, loss: Tensor) -> bool:
+    """Whether another output is a number for all rows, as the loss is, that could be trained."""
+    if not isinstance(x, Tensor) or not x.requires_grad or x.ndim != loss.ndim or x.ndim > 1:
+        return False
+    if isinstance(x, ShardedBatch) and isinstance(loss, ShardedBatch):
+        return x.shard_rows is not None
+    return x.numel() == 1
 
 
 def as_number(loss: Any, *, is_models: bool = False) -> Tensor:

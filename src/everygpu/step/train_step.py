@@ -174,7 +174,7 @@ class TrainStep:
         Returns:
             The loss, shape (), detached. Reading it waits for the device; not reading it doesn't.
         Raises:
-            LossError: the loss is not one number, or asks for gradients of parameters.
+            LossError: the loss is not one number, is one of several, or asks for gradients of parameters.
             Exception: what the model or the loss raised; parameters are then as before, and what was accumulated
                 for this update is dropped.
         """

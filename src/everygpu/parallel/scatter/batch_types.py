@@ -93,6 +93,27 @@ class Rows(list[T]):
         return f"Rows({super().__repr__()})"
 
 
+class ReplicaObjects(list[Any]):
+    """An object with tensors in it from each replica, such as a cache: passed back, each replica receives its own.
+
+    They aren't joined: what else they hold, such as a batch size, may be of a replica's rows.
+    """
+
+    def __init__(self, items: Iterable[Any], rows: Sequence[int]) -> None:
+        super().__init__(items)
+        self.rows = tuple(rows)
+
+    def split(self, rows: Sequence[int]) -> list[Any]:
+        """Return the objects, for as many rows as they are of."""
+        if tuple(rows) != self.rows:
+            raise SplitError(
+                f"scatter: objects that replicas returned, such as {type(self[0]).__qualname__}, can be passed back "
+                f"for the same rows of each replica, {list(self.rows)}, got {list(rows)}. Pass as many rows as before, "
+                f"or return tensors in a dict from forward, which are joined."
+            )
+        return list(self)
+
+
 def register_batch(
     kind: type,
     *,
@@ -254,11 +275,19 @@ ROWS = BatchType(
 )
 """``Rows``, and lists of objects that are each a row."""
 
+OWN = BatchType(
+    count=lambda objects: sum(objects.rows),
+    split=ReplicaObjects.split,
+    join=list,
+    move=lambda own, device: own,
+)
+"""``ReplicaObjects``."""
+
 
 @functools.cache
 def _registered() -> dict[type, BatchType]:
     """Return what this process has registered."""
-    return {Rows: ROWS}
+    return {Rows: ROWS, ReplicaObjects: OWN}
 
 
 @functools.cache

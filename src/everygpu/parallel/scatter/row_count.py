@@ -81,6 +81,7 @@ def count_rows(leaves: Named, dim: int, num_devices: int) -> int | None:
                     f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
                     f"{first_path} and {rows} in {path}{shape}. Wrap an input that every replica needs whole in "
                     f"everygpu.Replicated(...).{_advise((path, leaf, num_rows), (first_path, first, rows))}"
+                    f"{_advise_on_stacks((path, leaf), (first_path, first), num_devices=num_devices, dim=dim)}"
                 )
     return sized[0][2] if sized else None
 
@@ -150,6 +151,15 @@ def _advise(*found: tuple[str, Any, Any]) -> str:
                 f"inside forward, or have all rows there, and pass dim={shape.index(rows)}."
             )
     return advice
+
+
+def _advise_on_stacks(*found: tuple[str, Any], num_devices: int, dim: int) -> str:
+    """Say what else to pass for weights that are repeated for each device, which a state of two layers looks like."""
+    path = next((p for p, x in found if tree.has_dims(x) and x.ndim > 1 and x.shape[dim] == num_devices > 1), None)
+    return "" if path is None else (
+        f" If {path} has the same weights once for each device, of which the module takes [0], as MAML++ passes them, "
+        f"pass everygpu.Replicated(w.unsqueeze({dim})) without the repeat: gradients are added up."
+    )  # fmt: skip
 
 
 def warn_of_lists(found: Arguments, num_rows: int, dim: int) -> None:

@@ -15,6 +15,7 @@ from everygpu.errors import SplitError
 from everygpu.parallel.buckets import broadcast_tensor, keep_requires_grad, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.batch_types import (
+    OWN,
     batch_type,
     known_type,
     move_tree,
@@ -136,7 +137,7 @@ class _Cutter:
             return [leaf] * len(self.devices)
         known = None if type(leaf) is Tensor and not leaf.is_nested else batch_type(leaf)
         if known is not None:
-            parts = split_batch(leaf, known, self.rows) if len(self.rows) > 1 else [leaf]
+            parts = split_batch(leaf, known, self.rows) if len(self.rows) > 1 or known is OWN else [leaf]
             return [known.move(part, device) for part, device in zip(parts, self.devices)]
         if self.num_rows is not None and tree.has_dims(leaf):
             if leaf.shape[self.dim] == self.num_rows:
