@@ -5,8 +5,11 @@ Knows the insides of torch's DataLoader, whose worker processes may die. Other l
 
 import logging
 import math
+import multiprocessing
 import os
 import queue
+import socket
+import sys
 import threading
 import time
 import weakref
@@ -20,7 +23,7 @@ from torch import Tensor
 from everygpu import comm, tree
 from everygpu.comm.upload import mark, receive, upload
 from everygpu.errors import FeedTimeoutError, WorkerError
-from everygpu.feed.dealing import Dealing
+from everygpu.feed.dealing import Dealing, is_data_loader
 from everygpu.feed.order import Order
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known, spans
@@ -134,6 +137,8 @@ _WAIT_S = 0.2
 """Waiting is cut into pieces of this length: on Windows, Ctrl-C gets through only in between."""
 _POLL_S = 0.1
 """How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
+STARTS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""How long a forked worker may take to run its first line, at each try."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
 WARN_AFTER_STEPS, LIMIT_PCT = 100, 10.0
@@ -181,6 +186,7 @@ class Feed:
     def __init__(
         self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
     ) -> None:
+        _guard_forks(order.iterated)
         iterator, self._position, dealing = order.begin()
         self._route, self._timeout_s, self._report = route, timeout_s, report
         self._lockstep = None if dealing is None else dealing.lockstep
@@ -372,6 +378,12 @@ class _Ahead:
                 time.sleep(0.01)
             if not dead:
                 raise
+            if any(getattr(worker, "is_stuck", False) for worker in dead):
+                raise WorkerError(
+                    f"Feeder: a worker process hasn't come out of its fork in {len(STARTS_S)} tries, of "
+                    f'{sum(STARTS_S):g} s together. Pass multiprocessing_context="forkserver" to the DataLoader, or '
+                    f"num_workers=0."
+                ) from error
             ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
             raise WorkerError(
                 f"Feeder: a worker process of the loader has died: {ends}. -9 is the kernel's out-of-memory killer: "
@@ -389,6 +401,62 @@ class _Ahead:
         if self._has_killed or not iterator._persistent_workers:
             iterator._shutdown_workers()
             self.kill_workers()
+
+
+def _guard_forks(loader: Any) -> None:
+    """Have a copy of a DataLoader start its workers so that none gets stuck, where they are forked."""
+    if is_data_loader(loader) and loader.num_workers and sys.platform != "win32":
+        if type(loader.multiprocessing_context or multiprocessing.get_context()) is ForkContext:
+            loader.multiprocessing_context = WorkerContext()
+
+
+if sys.platform != "win32":
+    from multiprocessing.context import ForkContext, ForkProcess
+
+    class _Worker(ForkProcess):
+        """A worker process that is forked again where it doesn't come out of its fork.
+
+        A C++ thread that takes the GIL for the first time, as gloo's do to free a collective's tensors, locks CPython's
+        list of thread states without it. A child that is forked meanwhile waits for that lock for ever, as
+        ``PyOS_AfterFork_Child`` takes it before it is made anew.
+        """
+
+        ends: tuple[socket.socket, socket.socket]
+        is_stuck = False
+
+        def run(self) -> None:
+            """Say that this process runs, and begin when told so: one that is killed instead must hold no lock."""
+            parents, own = self.ends
+            parents.close()
+            own.send(b".")
+            if own.recv(1):
+                super().run()
+
+        @staticmethod
+        def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
+            for limit_s in STARTS_S:
+                process.ends = socket.socketpair()
+                with process.ends[0] as ours:
+                    with process.ends[1]:
+                        started = ForkProcess._Popen(process)
+                    ours.settimeout(limit_s)
+                    try:
+                        if ours.recv(1):
+                            ours.send(b".")
+                    except ConnectionError:  # it has died, which is seen later
+                        pass
+                    except TimeoutError:
+                        started.kill()
+                        started.wait()
+                        continue
+                    return started
+            process.is_stuck = True
+            return started
+
+    class WorkerContext(ForkContext):
+        """Starts the worker processes of a DataLoader by a fork that can't get stuck."""
+
+        Process = _Worker
 
 
 def _watch(iterator: Any, stop: threading.Event) -> None:

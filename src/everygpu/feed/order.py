@@ -27,8 +27,7 @@ from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
 from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, samplers_of, say_once
-from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.ranks.group import Group, join
+from everygpu.ranks.group import Group, batch_digest, join
 from everygpu.torch_private.core import LoaderIterator
 
 logger = logging.getLogger("everygpu")
@@ -205,7 +204,7 @@ class Order:
         if isinstance(batches, LoaderIterator) and hasattr(batches, "_workers"):
             return batches  # which have drawn their seeds by now
         if self._holder is not None:
-            batches = _noted(_in_own_memory(batches), now, self._holder, lambda _: None)
+            batches = _noted(batches, now, self._holder, lambda _: None)
         return _begun(batches)
 
     def _describe(self) -> dict[str, Any]:
@@ -351,37 +350,23 @@ def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[
             now.drawn.append((indices_of(batch), None, False))
             yield batch
         return
-    ahead = list(islice(batches, 1))
+    ahead, before = list(islice(batches, 1)), None
     while ahead:
         batch, own = ahead[0], copy.deepcopy(holder.state_dict())
+        before = _digest_in(batch) if before is None else 0
         ahead = list(islice(batches, 1))
+        if before and before != _digest_in(batch):
+            raise OptionError(
+                "Feeder: The loader fills the same tensor with each batch. As it has a state_dict, the next batch is "
+                "drawn before one is used: have it yield copies, x.clone()."
+            )
         now.drawn.append((indices_of(batch), own if ahead else copy.deepcopy(holder.state_dict()), not ahead))
         yield batch
 
 
-def _in_own_memory(batches: Iterator[Any]) -> Iterator[Any]:
-    """Refuse a loader that fills the memory of a batch with the next one, which is drawn before that is used."""
-    first = list(islice(batches, 1))
-    before = _digests_in(first)
-    yield from first
-    second = list(islice(batches, 1))
-    now = _digests_in(second)
-    if any(digest != now.get(place, digest) for place, digest in before.items()):
-        raise OptionError(
-            "Feeder: The loader fills the same tensor with each batch. As it has a state_dict, the next batch is drawn "
-            "before one is used: have it yield copies, x.clone()."
-        )
-    yield from chain(second, batches)
-
-
-def _digests_in(batch: Any) -> dict[int, int]:
-    """Return a digest of what each tensor on the CPU, and each array, has in memory, by its address."""
-    found = [x for _, x in tree.leaves(batch, "") if tree.has_dims(x)]
-    memory = {x.ctypes.data: x.tobytes() for x in found if tree.is_array(x)}
-    for x in found:
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu" and is_dense(x) and not x.is_nested:
-            memory[x.data_ptr()] = x.detach().resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy()
-    return {place: zlib.crc32(values) for place, values in memory.items()}
+def _digest_in(batch: Any) -> int:
+    arrays = (x for _, x in tree.leaves(batch, "") if tree.is_array(x))
+    return batch_digest(batch) + sum(zlib.crc32(x.tobytes()) for x in arrays)
 
 
 def _frozen(indices: Any) -> Any:
