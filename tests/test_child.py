@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from everygpu.child import python_command
+from everygpu.child import count_cores, python_command
 
 PYTHONPATHS = [{}, {"PYTHONSAFEPATH": "1"}]
 
@@ -35,3 +35,28 @@ def test_python_path_goes_on_working(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(python_command("probe"), env=environ, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (f"{tmp_path / 'click.py'}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, 16),
+        ("0::/\n", {"cpu.max": "250000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {}, 16),
+        ("0::/job/step\n", {"job/step/cpu.max": "max 100000", "job/cpu.max": "400000 100000"}, 4),
+        ("0::/job\n", {"job/cpu.max": "6400000 100000"}, 16),
+        ("3:cpu,cpuacct:/a\n0::/\n", {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3),
+        ("3:cpu:/host/path\n", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
+        (None, {}, 16),
+    ],
+)
+def test_cores_are_those_that_the_process_may_use(monkeypatch, tmp_path, cgroup, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    texts = {"proc/self/cgroup": cgroup} if cgroup is not None else {}
+    for name, text in (texts | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert count_cores(tmp_path) == cores

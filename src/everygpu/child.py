@@ -1,6 +1,9 @@
-"""How a process of ours starts another Python."""
+"""How a process of ours starts another Python, and the cores that they share."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 # The path is set before anything is imported. Where the interpreter puts the working directory, there is an empty name;
@@ -24,3 +27,33 @@ def python_command(module: str, *args: str) -> list[str]:
     """
     code = _CODE.format(root=str(Path(__file__).parents[1]), module=module)
     return [sys.executable or "python", "-c", code, *args]
+
+
+def count_cores(system: Path = Path("/")) -> int:
+    """Count the cores that this process may use, at least one: by its affinity, and by its cgroup's share of time.
+
+    Source:
+        ``sched_getaffinity(2)``; ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1, as containers set them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *map(int, _quotas(system))]))
+
+
+def _quotas(system: Path) -> Iterator[float]:
+    """Give the limits of this process's cgroup and those around it; in a container the outermost is at the root."""
+    with suppress(OSError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            is_v2 = controllers == ""
+            root = system / "sys/fs/cgroup" / ("" if is_v2 else "cpu")
+            if not is_v2 and "cpu" not in controllers.split(","):
+                continue
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                with suppress(OSError, ValueError):  # "max", which is none, is no number
+                    names = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                    if quota > 0:
+                        yield quota / period
+                if folder == root:
+                    break

@@ -40,7 +40,8 @@ def find_function(name: str) -> Callable[[], Any]:
 def _load(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return import_module(place)
-    spec = spec_from_file_location(Path(place).stem, place)
+    # No name that is imported: a file json.py must not become the module json.
+    spec = spec_from_file_location(f"<{Path(place).stem}>", place)
     if spec is None or spec.loader is None or not Path(place).is_file():
         raise OptionError(f"No file {place!r}. Check the path.")
     module = module_from_spec(spec)

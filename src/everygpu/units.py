@@ -16,7 +16,7 @@ _FACTORS = {
     "gi": 2**30,
     "ti": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 def parse_size(size: int | str) -> int:

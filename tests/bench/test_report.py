@@ -47,6 +47,14 @@ def test_lines_are_below_their_heads():
     assert describe_row(FAILED).split() == ["dp", "ValueError:", "mine"]
 
 
+def test_lines_fit_a_terminal():
+    assert len(table_line([name for name, _ in COLUMNS])) == 80
+    figures = {"ms": 123.456, "ms_min": 120.1, "ms_max": 130.0, "peak_gib": [139.9, 71.2], "startup_s": 99.9}
+    line = describe_row(row("ours_ranks", 2, 1.6e6) | figures | {"engine": "threads", "efficiency": 1.004})
+    assert len(line) == 80
+    assert line.endswith(" 140 (71.2) 99.9 s")
+
+
 def test_json_has_everything():
     machine = describe_machine()
     assert json.loads(write_json(machine, [SINGLE, FAILED])) == {"machine": machine, "rows": [SINGLE, FAILED]}

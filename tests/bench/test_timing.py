@@ -40,6 +40,12 @@ def test_a_failure_is_a_row():
     assert run_command(python("import os; os._exit(7)"), 60) == {"error": "ended with exit code 7"}
 
 
+def test_any_bytes_may_be_printed():
+    code = "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n'); print('{\"ms\": 3}')"
+    assert run_command(python(code), 60) == {"ms": 3}
+    assert run_command(python("import os; os.write(2, b'caf\\xe9'); os._exit(1)"), 60) == {"error": "caf\\xe9"}
+
+
 FORK = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
 
 
@@ -57,6 +63,17 @@ def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
     begin = time.monotonic()
     assert run_command(python(code), 1.5) == {"error": "no result in 1.5 s"}
     assert time.monotonic() - begin < 60
+    deadline = time.monotonic() + 60
+    while is_alive(note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(note.read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_process_that_is_left_behind_is_not_waited_for(tmp_path):
+    note = tmp_path / "pid"
+    code = f"{FORK} open({str(note)!r}, 'w').write(str(child.pid)); print('{{\"ms\": 3}}')"
+    assert run_command(python(code), 300) == {"ms": 3}
     deadline = time.monotonic() + 60
     while is_alive(note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)

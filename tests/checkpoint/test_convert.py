@@ -15,7 +15,6 @@ from everygpu.checkpoint.convert import convert
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointContentError,
-    CheckpointForeignError,
     CheckpointMismatchError,
     OptionError,
 )
@@ -79,7 +78,7 @@ def test_a_destination_that_is_taken_is_only_replaced_when_asked_to(tmp_path: Pa
     torch.save(Net(1).state_dict(), tmp_path / "a.pt")
     torch.save(Net(2).state_dict(), tmp_path / "c.pt")
     convert(tmp_path / "a.pt", tmp_path / name)
-    with pytest.raises(CheckpointForeignError, match="Pass --overwrite"):
+    with pytest.raises(OptionError, match="Pass --overwrite"):
         convert(tmp_path / "c.pt", tmp_path / name)
     convert(tmp_path / "c.pt", tmp_path / name, overwrite=True)
     model = Net(3)

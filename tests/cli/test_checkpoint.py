@@ -74,7 +74,7 @@ def call(here: Path) -> Callable[..., Result]:
         ("convert a.pt b.pt --strip-prefix x.", 2),
         ("convert none b.pt", 4),
         ("convert a.pt b.pt --section x", 4),
-        ("convert ours a.pt", 4),
+        ("convert ours a.pt", 2),
     ],
 )
 def test_exit_codes(call, here, arguments, code):
@@ -257,7 +257,7 @@ def test_options(call):
 
 def test_overwrite(call):
     refused = call("convert", "ours", "a.pt")
-    assert refused.exit_code == 4
+    assert refused.exit_code == 2
     assert "Pass --overwrite" in refused.stderr
     assert call("convert", "ours", "a.pt", "--overwrite").exit_code == 0
     assert "conv.weight" in torch.load("a.pt")

@@ -2,8 +2,11 @@
 
 import io
 import json
+import re
 import shutil
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -169,6 +172,8 @@ def test_selection_that_cannot_be_met_is_three_and_prints_nothing_to_stdout(invo
     result = invoke(BOX, *arguments, "--format", "visible")
     assert (result.exit_code, result.stdout) == (3, "")
     assert "GPU 1   NVIDIA H200" in result.stderr
+    options = {option for parameter in main.commands["devices"].params for option in parameter.opts}
+    assert set(re.findall(r"--[a-z-]+", result.stderr)) <= options
 
 
 def test_selected_rows_come_in_the_order_of_the_choice(show):
@@ -209,6 +214,37 @@ def test_watch_asks_again_until_interrupted(show, sleeps):
 def test_watch_of_a_machine_without_gpus_ends(show, sleeps):
     assert show([], "--watch") == "No NVIDIA GPU found. For other accelerators pass --torch.\n"
     assert sleeps == []
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 80 columns, and what is written to it."""
+    stream = io.StringIO()
+
+    def make():
+        return Console(file=stream, force_terminal=True, width=80, color_system=None)
+
+    monkeypatch.setattr(devices, "make_console", make)
+    return stream
+
+
+@pytest.mark.usefixtures("sleeps")
+@pytest.mark.parametrize(("kind", "is_redrawn"), [("dumb", False), ("xterm", True)])
+def test_watch_shows_something_on_every_terminal(invoke, terminal, monkeypatch, kind, is_redrawn):
+    monkeypatch.setenv("TERM", kind)
+    assert invoke(BOX[:1], "--watch").exit_code == 0
+    assert terminal.getvalue().count("NVIDIA") == 3
+    assert ("\x1b" in terminal.getvalue()) == is_redrawn
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_watch_leaves_the_screen_as_it_was_at_sigterm(invoke, terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(devices.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
+    assert invoke(BOX[:1], "--watch").exit_code == 143
+    assert "\x1b[?1049h" in terminal.getvalue()
+    assert terminal.getvalue().rindex("\x1b[?1049l") > terminal.getvalue().rindex("\x1b[?1049h")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.usefixtures("sleeps")

@@ -17,6 +17,8 @@ from everygpu.errors import (
     ModuleError,
     OptionError,
 )
+from everygpu.exit_codes import MEANINGS
+from tests.cli.runs import ROOT
 
 
 @pytest.fixture
@@ -48,6 +50,16 @@ def test_help_names_the_verbs(flag):
     assert "3    no such GPU, or too few that fit" in result.stdout
 
 
+def test_exit_codes_are_those_of_one_table():
+    said = CliRunner().invoke(main, ["--help"]).stdout
+    page = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
+    table = page[page.index("| code | means |") : page.index("| others |")]
+    documented = {int(code) for row in table.splitlines()[2:] for code in row.split("|")[1].split(",")}
+    assert documented == {0, *MEANINGS}
+    for code, meaning in MEANINGS.items():
+        assert f"{code:<4} {meaning}\n" in said
+
+
 @pytest.mark.parametrize("arguments", [["no-such-verb"], ["--no-such-option"], ["devices", "extra"]])
 def test_wrong_usage_is_two(arguments):
     result = CliRunner().invoke(main, arguments)
@@ -55,9 +67,16 @@ def test_wrong_usage_is_two(arguments):
     assert "Usage:" in result.stderr
 
 
-@pytest.mark.parametrize("number", ["-1", "soon", "1e30"])
+@pytest.mark.parametrize("number", ["-1", "soon", "1e30", "nan", "inf"])
 @pytest.mark.parametrize(
-    "arguments", [["devices", "--max-utilization"], ["bench", "--cpu", "--timeout"], ["run", "--max-utilization"]]
+    "arguments",
+    [
+        ["devices", "--max-utilization"],
+        ["bench", "--cpu", "--timeout"],
+        ["run", "--max-utilization"],
+        ["run", "--watchdog"],
+        ["run", "--wait", "--timeout"],
+    ],
 )
 def test_numbers_out_of_range_are_wrong_usage(tmp_path, arguments, number):
     (tmp_path / "script.py").write_text("raise SystemExit(99)")
@@ -65,6 +84,13 @@ def test_numbers_out_of_range_are_wrong_usage(tmp_path, arguments, number):
     result = CliRunner().invoke(main, [*arguments, number, *script])
     assert result.exit_code == 2
     assert arguments[-1].lstrip("-").replace("-", "_") in result.stderr.replace("-", "_")
+
+
+@pytest.mark.parametrize("option", ["--select", "--min-free", "--exclude"])
+def test_numbers_of_thousands_of_digits(option):
+    result = CliRunner().invoke(main, ["devices", option, "9" * 5000 + "B" * (option == "--min-free"), "--json"])
+    assert result.exit_code in (0, 2, 3)
+    assert not isinstance(result.exception, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +116,11 @@ def test_errors_of_the_system_are_one_line(failing_command):
     failing_command.append(PermissionError(13, "Permission denied", "a/b.json"))
     result = CliRunner().invoke(main, ["fail"])
     assert (result.exit_code, result.stderr) == (1, "Error: Permission denied: a/b.json\n")
+
+
+def test_errors_of_the_system_without_a_number_are_their_own_words(failing_command):
+    failing_command.append(OSError("the hub is down"))
+    assert CliRunner().invoke(main, ["fail"]).stderr == "Error: the hub is down\n"
 
 
 def test_interrupt_is_130(failing_command):

@@ -1,6 +1,8 @@
 """``everygpu plan``: what a model takes of each GPU."""
 
+import json
 import re
+import sys
 
 import pytest
 import torch
@@ -54,24 +56,62 @@ def plan(tmp_path, monkeypatch):
 def test_ways_are_listed_with_what_fits(plan):
     done = plan("model.py:build", "--memory", "3MiB", "--precision", "fp32")
     assert done.exit_code == 0, done.output
-    rows = [re.split(r"  +", line.strip()) for line in done.output.splitlines()[2:]]
-    assert [row[0] for row in rows] == [
-        "whole on each GPU",
-        'shard="optimizer"',
-        'shard="gradients"',
-        'shard="parameters"',
-        'shard="parameters", checkpoint_activations="blocks"',
+    _, heads, *lines = done.output.splitlines()
+    assert heads.split() == ["parameters", "gradients", "states", "whole", "activations", "sum"]
+    assert lines[::2] == [
+        "whole on each GPU: too large",
+        'shard="optimizer": too large',
+        'shard="gradients": too large',
+        'shard="parameters": too large',
+        'shard="parameters", checkpoint_activations="blocks": fits',
     ]
+    assert max(map(len, done.output.splitlines())) < 80
     # Blocks have 64 * 256 parameters; 2 * 512 rows of 64, and no scores of 512 * 512.
-    assert rows[0][1:4] == ["256.0 KiB", "256.0 KiB", "512.0 KiB"]
-    assert rows[3][1:4] == ["64.0 KiB", "64.0 KiB", "128.0 KiB"]
-    assert [row[5] for row in rows] == ["6.0 MiB"] * 4 + ["2.2 MiB"]
-    assert [row[-1] for row in rows] == ["too large"] * 4 + ["fits"]
+    rows = [re.split(r"  +", line.strip()) for line in lines[1::2]]
+    assert rows[0][:3] == ["256.0 KiB", "256.0 KiB", "512.0 KiB"]
+    assert rows[3][:3] == ["64.0 KiB", "64.0 KiB", "128.0 KiB"]
+    assert [row[4] for row in rows] == ["6.0 MiB"] * 4 + ["2.2 MiB"]
     assert not dist.is_initialized()
 
 
 def test_a_batch_may_be_left_out(plan):
-    assert "Activations aren't counted" in plan("model.py:bare", "--memory", "80GB").output
+    said = plan("model.py:bare", "--memory", "1GiB", "--precision", "fp32").output
+    assert "whole on each GPU: leaves 1023.0 MiB\n" in said
+    assert "fits" not in said
+    assert said.splitlines()[3].split()[-3] == "?"
+    assert "return (model, batch)" in said
+    assert "whole on each GPU: too large\n" in plan("model.py:bare", "--memory", "1KiB").output
+
+
+FAILING = """
+import torch
+def build():
+    raise {error}
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        raise {error}
+def forward():
+    return Net(1, 1), torch.zeros(1, 1)
+"""
+
+
+@pytest.mark.parametrize("function", ["build", "forward", "module"])
+@pytest.mark.parametrize("error", ["OSError('the hub is down')", "PermissionError(13, 'no', 'x.json')", "KeyError(3)"])
+def test_errors_of_the_users_code_are_its_own(plan, tmp_path, monkeypatch, function, error):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    text = FAILING.format(error=error)
+    (tmp_path / "failing.py").write_text(f"raise {error}" if function == "module" else text)
+    done = plan(f"failing.py:{function}", "--memory", "80GB")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert 'failing.py", line' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(error.partition("(")[0])
+
+
+def test_a_file_does_not_become_the_module_of_its_name(plan, tmp_path):
+    (tmp_path / "json.py").write_text(FILE)
+    assert plan("json.py:build", "--memory", "80GB").exit_code == 0
+    assert sys.modules["json"] is json
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,16 @@ def test_a_script_may_run_without_an_output(script):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_note_that_cannot_be_written_keeps_no_script(script, tmp_path):
+    install_driver(tmp_path, "")  # says that it runs on the CPU
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            **command_of("run", script("print('ran')"), fake_gpus=tmp_path), stdout=subprocess.PIPE, stderr=full
+        )
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+
+
 @pytest.mark.parametrize(
     ("text", "warns"),
     [
@@ -203,6 +213,28 @@ class TestInThisProcess:
         assert error.splitlines()[1] == f'  File "{path}", line 3, in <module>'
         assert error.endswith("ValueError: mine\n")
         assert error.count("  File ") == 2
+
+    @pytest.mark.parametrize(
+        ("hook", "words"),
+        [
+            ("lambda *_: 1 / 0", ["ZeroDivisionError: division by zero", "ValueError: mine"]),
+            ("3", ["TypeError: 'int' object is not callable", "ValueError: mine"]),
+        ],
+    )
+    def test_a_failing_hook_hides_no_error(self, script, capsys, monkeypatch, hook, words):
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        assert run_script(str(script(f"import sys; sys.excepthook = {hook}\nraise ValueError('mine')")), []) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("Error in sys.excepthook:\n")
+        assert "\nOriginal exception was:\nTraceback" in error
+        assert [line for line in error.splitlines() if "Error: " in line and " " in line] == words
+        assert "During handling" not in error
+
+    def test_a_hook_may_choose_the_exit_code(self, script, monkeypatch):
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        with pytest.raises(SystemExit) as stop:
+            run_script(str(script("import sys; sys.excepthook = lambda *_: sys.exit(9)\nraise ValueError")), [])
+        assert stop.value.code == 9
 
     def test_syntax_error_points_at_the_line(self, script, capsys, monkeypatch):
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)

@@ -253,6 +253,18 @@ def test_torchrun_starts_a_process_for_each_chosen_gpu(box, monkeypatch):
     assert given == [torchrun_arguments(2, dict(zip(PASSED_ON[::2], PASSED_ON[1::2])), script, ["-x"]), uuids, "auto"]
 
 
+@pytest.mark.parametrize(
+    "args", [["--n", "1"], ["--", "--n", "1"], ["--help"], ["a", "--", "b"], ["--master", "x", "--no-python"], []]
+)
+def test_options_of_the_script_are_none_of_torchruns(args):
+    from torch.distributed.run import parse_args
+
+    for is_module in (False, True):
+        read = parse_args(torchrun_arguments(2, {"--max-restarts": "2"}, "ok.py", args, is_module))
+        assert (read.training_script, read.training_script_args) == ("ok.py", args)
+        assert (read.module, read.nproc_per_node, read.max_restarts, read.no_python) == (is_module, "2", 2, False)
+
+
 FAIL = """
 import os, sys, time
 assert os.environ["EVERYGPU_SPLIT"] == "even" and sys.argv[1:] == ["-x", "1"]

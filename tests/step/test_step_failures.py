@@ -85,6 +85,7 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
     ("options", "message"),
     [
         ({"precision": "fp64"}, "precision must be one of"),
+        ({"compile": "max-autotune"}, "compile must be True or False, got 'max-autotune'"),
         ({"accumulate": 0}, "accumulate must be a whole number of 1 or more, got 0"),
         ({"accumulate": 1.5}, "accumulate"),
         ({"clip_norm": 0}, "clip_norm must be a number above 0"),

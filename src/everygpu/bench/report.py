@@ -15,10 +15,10 @@ Row = Mapping[str, Any]
 """``model``, ``peer``, and what ``measure_row`` returns."""
 
 COLUMNS = (
-    ("row", 10), ("engine", 8), ("ms a step (spread)", 28), ("samples/s", 10), ("efficiency", 10),
-    ("peak GiB (least)", 16), ("start-up", 8),
+    ("row", 10), ("engine", 7), ("ms a step (spread)", 25), ("samples/s", 9), ("eff.", 6), ("peak GiB", 11),
+    ("start", 6),
 )  # fmt: skip
-"""Heads, and widths in letters."""
+"""Heads, and widths in letters: 80 with the spaces between them, as a terminal has."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -58,13 +58,13 @@ def find_efficiency(row: Row, earlier: Sequence[Row]) -> float | None:
 def table_line(cells: Sequence[str]) -> str:
     """Pad cells to the widths of ``COLUMNS``; figures are on the right."""
     padded = [f"{x:<{width}}" if i < 2 else f"{x:>{width}}" for i, (x, (_, width)) in enumerate(zip(cells, COLUMNS))]
-    return "  ".join(padded).rstrip()
+    return " ".join(padded).rstrip()
 
 
 def describe_row(row: Row) -> str:
     """Write a row as a line of the table, or why there is none."""
     if "error" in row:
-        return f"{row['peer']:<{COLUMNS[0][1]}}  {row['error'].strip().splitlines()[-1]}"
+        return f"{row['peer']:<{COLUMNS[0][1]}} {row['error'].strip().splitlines()[-1]}"
     efficiency, peaks = row.get("efficiency"), row["peak_gib"]
     return table_line(
         (
@@ -73,7 +73,7 @@ def describe_row(row: Row) -> str:
             f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})",
             f"{row['samples_per_s']:,.0f}",
             "-" if efficiency is None else f"{efficiency:.1%}",
-            f"{max(peaks):.2f} ({min(peaks):.2f})" if peaks else "-",
+            f"{max(peaks):#.3g} ({min(peaks):#.3g})".replace(". ", " ").replace(".)", ")") if peaks else "-",
             f"{row['startup_s']:.1f} s",
         )
     )

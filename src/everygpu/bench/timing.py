@@ -6,10 +6,13 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
+
+from everygpu.exit_codes import exiting_at_sigterm
 
 _KEPT_LETTERS = 2000
 
@@ -37,24 +40,23 @@ def time_rounds(
 
 def run_command(command: list[str], timeout: float) -> dict[str, Any]:
     """Run a command whose last line is a row as JSON; a hang, which ends all it started, or a failure is its error."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process: subprocess.Popen[str] | None = None
-    with _heeding_sigterm():
+    process: subprocess.Popen[bytes] | None = None
+    # Files, for a process that it leaves behind would keep a pipe open.
+    with exiting_at_sigterm(), tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as error_file:
         try:
             with _held_signals() as held:  # raised in the midst of a start, they would leave the process behind
-                process = subprocess.Popen(command, **pipes, start_new_session=True)
+                process = subprocess.Popen(command, stdout=out_file, stderr=error_file, start_new_session=True)
             for number in held:
                 signal.raise_signal(number)
-            out, error = process.communicate(timeout=timeout)
-        except BaseException as cause:  # a session of its own doesn't hear of Ctrl-C
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no result in {timeout:g} s"}
+        finally:  # a session of its own doesn't hear of Ctrl-C
             if process is not None:
-                with suppress(ProcessLookupError):  # all that it started, too: they hold GPUs, and its pipes
+                with suppress(ProcessLookupError):  # all that it started, too: they hold GPUs
                     process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
-                with process:
-                    process.wait()
-            if isinstance(cause, subprocess.TimeoutExpired):
-                return {"error": f"no result in {timeout:g} s"}
-            raise
+                process.wait()
+        out, error = _read(out_file), _read(error_file)
     if process.returncode or not out.strip():
         return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
     row: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
@@ -73,15 +75,6 @@ def _held_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _heeding_sigterm() -> Iterator[None]:
-    """Turn the signal into an exception: by default it ends this process alone, and the others go on holding GPUs."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="backslashreplace")

@@ -15,7 +15,7 @@ from everygpu.checkpoint.format import write_safetensors
 from everygpu.checkpoint.load import read_any
 from everygpu.checkpoint.states import rename
 from everygpu.checkpoint.values import check_storable, identity
-from everygpu.errors import CheckpointForeignError, OptionError
+from everygpu.errors import OptionError
 
 _SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"),
@@ -78,7 +78,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
     if not destination.exists():
         return
     if not overwrite or destination.is_dir():
-        raise CheckpointForeignError(
+        raise OptionError(
             f"convert: {destination} exists. {'Choose a file' if overwrite else 'Pass --overwrite to replace it'}."
         )
 

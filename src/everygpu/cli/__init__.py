@@ -13,9 +13,18 @@ from everygpu.cli.doctor import find_faults
 from everygpu.cli.output import say, without_caller
 from everygpu.cli.plan import plan_model
 from everygpu.cli.run import run_chosen
-from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
+from everygpu.errors import EveryGPUError
+from everygpu.exit_codes import INTERRUPTED, MEANINGS, OTHER, UNREADABLE, code_of
 
-_EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
+_HELP = "\n".join(
+    (
+        "Give a PyTorch script every GPU of the machine.\n",
+        "\b",
+        "Exit codes",
+        *(f"  {code:<4} {meaning}" for code, meaning in MEANINGS.items()),
+        "`run` passes on the script's own exit code.",
+    )
+)
 
 
 class _Group(click.Group):
@@ -32,33 +41,21 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            ctx.exit(130)
+            ctx.exit(INTERRUPTED)
         except EveryGPUError as error:
             say(f"Error: {without_caller(str(error))}")
-            ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
+            ctx.exit(code_of(error))
         except BrokenPipeError:
             raise  # click ends without a word
         except OSError as error:
-            say(f"Error: {error.strerror}: {error.filename or 'the output'}")
-            ctx.exit(4 if ctx.invoked_subcommand == "checkpoint" and error.filename else 1)
+            say(f"Error: {error.strerror}: {error.filename or 'the output'}" if error.strerror else f"Error: {error}")
+            ctx.exit(UNREADABLE if ctx.invoked_subcommand == "checkpoint" and error.filename else OTHER)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, help=_HELP)
 @click.version_option(__version__, prog_name="everygpu")
 def main() -> None:
-    """Give a PyTorch script every GPU of the machine.
-
-    \b
-    Exit codes
-      1    any other error
-      2    wrong option
-      3    no such GPU, or too few that fit
-      4    unreadable checkpoint
-      5    `run`: numbers not finite, or replicas differ
-      6    `run`: no progress, or a GPU was lost
-      130  Ctrl-C
-    `run` passes on the script's own exit code.
-    """
+    """Group the commands."""
 
 
 for command in (run_chosen, list_devices, find_faults, compare_ways, plan_model, checkpoint):

@@ -12,7 +12,8 @@ import click
 
 from everygpu.bench.workloads import MODELS
 from everygpu.child import python_command
-from everygpu.cli.output import UserPath, harmless, make_console, show_bar
+from everygpu.cli.options import Seconds
+from everygpu.cli.output import UserPath, make_console, plain, show_bar
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
 
 _DEFAULT = ("gpt2", "resnet50", "resnet18")
@@ -39,7 +40,7 @@ _NUM_CPU_REPLICAS = 2
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True, max=1e6),
+    type=Seconds(min=0, min_open=True, max=1e6),
     default=300.0,
     show_default=True,
     metavar="SECONDS",
@@ -104,9 +105,9 @@ def _measure_all(
         write_json,
     )
 
-    console, machine = make_console(), describe_machine()
+    console, machine = make_console(10_000), describe_machine()
     on_cpu = conditions["device_type"] == "cpu"
-    console.out(describe_where(machine, conditions["num_devices"], on_cpu))
+    console.print(plain(describe_where(machine, conditions["num_devices"], on_cpu)))
     rows: list[dict[str, Any]] = []
     try:
         for model in models:
@@ -118,7 +119,7 @@ def _measure_all(
                 rows.append(earlier[-1])
                 if len(earlier) == 1:
                     console.out(f"\n{model}\n{table_line([head for head, _ in COLUMNS])}")
-                console.out(harmless(describe_row(earlier[-1])))
+                console.print(plain(describe_row(earlier[-1])))
     finally:
         if rows and json_file is not None:  # what was measured is kept, however it ends
             json_file.write_text(write_json(machine, rows), encoding="utf-8")

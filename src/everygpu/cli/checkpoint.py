@@ -10,6 +10,7 @@ import click
 from rich.tree import Tree
 
 from everygpu.cli.output import UserPath, harmless, make_console, plain, show_bar
+from everygpu.exit_codes import UNREADABLE
 from everygpu.units import format_size
 
 if TYPE_CHECKING:  # the help doesn't wait for torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:  # the help doesn't wait for torch
     from everygpu.checkpoint.parts import Contents
 
 _MAX_TEXT = 60
-_INVALID = 4
 
 
 @click.group("checkpoint")
@@ -69,7 +69,7 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
         console.print(plain(fault))
     if report.faults:
         console.print(plain(f"{path}: invalid"))
-        context.exit(_INVALID)
+        context.exit(UNREADABLE)
     files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
     console.print(f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)})")
 

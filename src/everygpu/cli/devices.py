@@ -4,6 +4,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 
 import click
 from rich.console import Group, RenderableType
@@ -18,6 +20,7 @@ from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
 from everygpu.devices.visible import predict_names, visible_devices
+from everygpu.exit_codes import exiting_at_sigterm
 from everygpu.units import format_size
 
 INTERVAL_S = 2.0
@@ -69,19 +72,16 @@ def list_devices(request: Request | None, filters: Filters, form: str, ask_torch
 
 
 def _show_live(build: Callable[[], RenderableType]) -> None:
-    """Redraw in place; in a pipe, print one after the other."""
+    """Redraw in place; in a pipe, and on a terminal that can't, print one after the other."""
     console = make_console()
-    try:
-        if not console.is_terminal:
-            while True:
-                console.print(build())
-                time.sleep(INTERVAL_S)
-        with Live(build(), console=console, auto_refresh=False, screen=True) as live:
-            while True:
-                time.sleep(INTERVAL_S)
-                live.update(build(), refresh=True)
-    except KeyboardInterrupt:
-        return  # that is how one leaves it
+    show: Callable[[RenderableType], None] = console.print
+    with suppress(KeyboardInterrupt), exiting_at_sigterm(), ExitStack() as stack:  # Ctrl-C is how one leaves it
+        if console.is_terminal and not console.is_dumb_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=True))
+            show = partial(live.update, refresh=True)
+        while True:
+            show(build())
+            time.sleep(INTERVAL_S)
 
 
 def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tuple[list[Row], dict[str, Holder]]:

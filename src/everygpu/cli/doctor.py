@@ -11,12 +11,12 @@ import click
 from rich.table import Table
 
 from everygpu.cli.output import harmless, make_console, show_bar
+from everygpu.exit_codes import NO_DEVICE
 
 if TYPE_CHECKING:
     from everygpu.devices.p2p import Pair, PairReport
 
 _SIGNS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
-_UNUSABLE = 3
 
 
 @click.command("doctor")
@@ -46,7 +46,7 @@ def find_faults(quick: bool, as_json: bool) -> None:
             console.out(harmless(f"{_SIGNS[finding.state]} {finding.check}: {finding.message}{fix}", keep="\n"))
         if diagnosis.peers is not None:
             console.print(build_matrix(diagnosis.peers))
-    sys.exit(0 if diagnosis.is_usable else _UNUSABLE)
+    sys.exit(0 if diagnosis.is_usable else NO_DEVICE)
 
 
 def build_matrix(peers: "Mapping[Pair, PairReport]") -> Table:

@@ -1,6 +1,7 @@
 """Options that several verbs have: filters of GPUs, and the types of numbers."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,14 @@ class Size(click.ParamType[str]):
         return str(value)
 
 
+class Seconds(click.FloatRange):
+    """A time, which nan is not: it passes every comparison with a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        return seconds if math.isfinite(seconds) else self.fail(f"{value!r} is no time.", param, ctx)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What ``--gpus`` says."""
@@ -47,9 +56,9 @@ def read_request(context: click.Context, option: click.Parameter, text: str | No
     """Read ``auto``, a count such as ``2``, or indices such as ``0,2`` (``2,`` is GPU 2 alone)."""
     if text is None or text == "auto":
         return None if text is None else Request()
-    if re.fullmatch(r"[1-9][0-9]*", text):
+    if re.fullmatch(r"[1-9][0-9]{0,8}", text):
         return Request(count=int(text))
-    if not re.fullmatch(r"[0-9]+(,[0-9]+)*,?", text) or text == "0":
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*,?", text) or text == "0":
         raise click.BadParameter(f"{text!r} is not 'auto', a count, or indices such as '0,2' or '0,'.")
     indices = tuple(int(index) for index in text.rstrip(",").split(","))
     if len(set(indices)) < len(indices):

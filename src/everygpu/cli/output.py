@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -49,9 +49,10 @@ def plain(text: object) -> Text:
 
 
 def say(text: str) -> None:
-    """Write for the user, on the error stream: standard output is the script's, or has the results."""
+    """Write for the user, on the error stream if that can be: standard output is the script's, or has the results."""
     if sys.stderr is not None:
-        Console(stderr=True).out(harmless(text, keep="\n"), highlight=False)
+        with suppress(OSError):
+            Console(stderr=True).out(harmless(text, keep="\n"), highlight=False)
 
 
 def without_caller(message: str) -> str:

@@ -2,13 +2,17 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from everygpu.cli.options import Size
 from everygpu.cli.output import make_console
-from everygpu.errors import OptionError
+from everygpu.cli.script import show_error
+from everygpu.errors import EveryGPUError, OptionError
+from everygpu.exit_codes import OTHER
 from everygpu.named import find_function
 from everygpu.units import format_size, parse_size
 
@@ -28,28 +32,49 @@ def plan_model(build: str, num_gpus: int, memory: str, precision: str) -> None:
     default device "meta", where tensors have no memory. States are AdamW's.
     """
     sys.path.insert(0, os.getcwd())
-    make = find_function(build)
-    import torch
+    with _users_code():
+        make = find_function(build)
+        import torch
 
-    from everygpu.parallel.fully_sharded.plan import plan_memory
+        from everygpu.parallel.fully_sharded.plan import plan_memory
 
-    with torch.device("meta"):
-        found = make()
+        with torch.device("meta"):
+            found = make()
     model, *batches = found if isinstance(found, tuple) else (found,)
     if not isinstance(model, torch.nn.Module) or len(batches) > 1:
         raise OptionError(f"{build} returns {type(found).__qualname__}. Return a torch.nn.Module, or (model, batch).")
     run = (lambda module: _call(module, batches[0])) if batches else None
-    needs = plan_memory(model.to("meta"), run, num_gpus, precision)
+    with _users_code():
+        needs = plan_memory(model.to("meta"), run, num_gpus, precision)
     limit, console = parse_size(memory), make_console()
-    width = max(len(need.way) for need in needs)
     console.out(f"{sum(p.numel() for p in model.parameters()):,} parameters, {num_gpus} GPUs of {memory}, {precision}")
-    console.out(f"{'':{width}}" + "".join(f"{name:>13}" for name in _COLUMNS))
+    console.out("".join(f"{name:>12}" for name in _COLUMNS))
     for need in needs:
-        values = need.parameters, need.gradients, need.states, need.whole, need.activations, need.total
-        fits = "fits" if need.total <= limit * 0.95 else "tight" if need.total <= limit else "too large"
-        console.out(f"{need.way:{width}}" + "".join(f"{format_size(v):>13}" for v in values) + f"  {fits}")
+        values = need.parameters, need.gradients, need.states, need.whole, need.activations if run else None, need.total
+        console.out(f"{need.way}: {_judge(limit, need.total, is_whole=run is not None)}")
+        console.out("".join(f"{format_size(value):>12}" for value in values))
     if run is None:
-        console.out("Activations aren't counted: have the function return (model, batch).")
+        console.out("What is left is for activations: have the function return (model, batch) to count them.")
+
+
+def _judge(limit: int, total: int, *, is_whole: bool) -> str:
+    if total > limit:
+        return "too large"
+    if not is_whole:
+        return f"leaves {format_size(limit - total)}"
+    return "fits" if total <= limit * 0.95 else "tight"
+
+
+@contextmanager
+def _users_code() -> Iterator[None]:
+    """Show errors of the user's own as Python does."""
+    try:
+        yield
+    except EveryGPUError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the interpreter's place
+        show_error(error)
+        sys.exit(OTHER)
 
 
 def _call(module: Any, batch: Any) -> Any:

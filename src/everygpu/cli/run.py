@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from everygpu.cli.choose import NO_GPU, Plan, plan_run
-from everygpu.cli.options import Filters, Request, filter_options, read_request
+from everygpu.cli.options import Filters, Request, Seconds, filter_options, read_request
 from everygpu.cli.output import say
 from everygpu.cli.script import OPTIONS, launch, require_script, run_script, torchrun_arguments
 from everygpu.devices import nvml
@@ -27,7 +27,7 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
     """Read ``--processes``; 0 stands for one per GPU."""
     if text is None or text == "auto":
         return None if text is None else 0
-    if not re.fullmatch(r"[1-9][0-9]*", text):
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
         raise click.BadParameter(f"{text!r} is not 'auto' or a number from 1.")
     return int(text)
 
@@ -59,13 +59,13 @@ def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @filter_options
 @click.option("--wait", is_flag=True, help="Wait until enough GPUs are free.")
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Stop waiting after this time.")
+@click.option("--timeout", type=Seconds(min=0, max=1e8), metavar="SECONDS", help="Stop waiting after this time.")
 @click.option("--share", is_flag=True, help="Ignore reservations, and make none.")
 @click.option("--cpu", is_flag=True, help="Hide all GPUs.")
 @click.option("--split", type=click.Choice(list(_SPLITS)), help="Default batch split.")
 @click.option(
     "--watchdog",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0, max=1e8),
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

@@ -10,8 +10,9 @@ from types import CodeType, ModuleType
 
 import click
 
+from everygpu.cli.output import say
 from everygpu.errors import DivergedError, NonFiniteError
-from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED, STOPPED, tell_reason
+from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED, OTHER, STOPPED, tell_reason
 
 
 def require_script(script: str, is_module: bool) -> None:
@@ -48,18 +49,33 @@ def run_script(script: str, args: Sequence[str], is_module: bool = False) -> str
         exec(code, module.__dict__)
     except SystemExit as stop:
         return stop.code
-    except BaseException as error:  # noqa: BLE001 - the interpreter's place: show it, from its first line in the script
-        trace = error.__traceback__
-        while file is not None and trace is not None and trace.tb_frame.f_code.co_filename != file:
-            trace = trace.tb_next
+    except BaseException as raised:  # noqa: BLE001 - the interpreter's place
+        error = raised
+    else:
+        return 0
+    show_error(error, file)  # outside of the clause, as a hook's own error has nothing to do with this one
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, (DivergedError, NonFiniteError)):
+        tell_reason(str(error))
+        return BAD_NUMBERS
+    return OTHER
+
+
+def show_error(error: BaseException, file: str | None = None) -> None:
+    """Show an error as the interpreter does, from its first line in the user's file; one in its hook hides nothing."""
+    trace = error.__traceback__
+    while file is not None and trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if isinstance(error, KeyboardInterrupt):
-            return INTERRUPTED
-        if isinstance(error, (DivergedError, NonFiniteError)):
-            tell_reason(str(error))
-            return BAD_NUMBERS
-        return 1
-    return 0
+    except SystemExit:
+        raise  # a hook may choose the exit code
+    except BaseException as second:  # noqa: BLE001
+        say("Error in sys.excepthook:")
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        say("\nOriginal exception was:")
+        sys.__excepthook__(type(error), error, trace)
 
 
 def _load_file(path: str, folder: str) -> tuple[CodeType, ModuleType]:
@@ -105,14 +121,17 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 def torchrun_arguments(
     num_processes: int, options: Mapping[str, str], script: str, args: Sequence[str], is_module: bool = False
 ) -> list[str]:
-    """Write torchrun's command line. Without ``--nnodes`` this machine is alone; else processes meet by its c10d."""
+    """Write torchrun's command line. Without ``--nnodes`` this machine is alone; else processes meet by its c10d.
+
+    After ``--`` torchrun takes no option of the script's for the beginning of one of its own.
+    """
     options = dict(options)
     if "--nnodes" in options and "--master-addr" not in options:
         options = {"--rdzv-backend": "c10d", "--rdzv-id": os.path.basename(script), **options}
     alone = [] if "--nnodes" in options else ["--standalone"]
     written = [text for name, value in {"--signals-to-handle": _SIGNALS, **options}.items() for text in (name, value)]
     module = ["--module"] if is_module else []
-    return [*alone, "--nproc-per-node", str(num_processes), *written, *module, script, *args]
+    return [*alone, "--nproc-per-node", str(num_processes), *written, *module, "--", script, *args]
 
 
 def launch(arguments: Sequence[str]) -> tuple[int, str | None]:

@@ -140,7 +140,7 @@ def _is_meant(device: DeviceSample, entry: int | str) -> bool:
     if isinstance(entry, int):
         return device.index == entry
     if entry.isdecimal():  # an index, or a model such as "4090"; "3" is not meant to be the one of HBM3
-        return device.index == int(entry) or entry in device.name.split()
+        return device.index == float(entry) or entry in device.name.split()
     entry, uuid = entry.lower(), (device.uuid or "").lower()
     return entry in device.name.lower() or uuid.startswith(entry) or uuid[4:].startswith(entry)
 

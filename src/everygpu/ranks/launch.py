@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from everygpu.child import count_cores
 from everygpu.errors import DeviceError, OptionError, RankError
 from everygpu.ranks.group import leave
 
@@ -88,7 +89,7 @@ def _run(rank: int, call: bytes, size: int, port: int, folder: str) -> None:
     """Be one of the processes."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}})
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    torch.set_num_threads(max(1, count_cores() // size))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     function, args = pickle.loads(call)

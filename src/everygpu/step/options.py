@@ -65,6 +65,10 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 def wrap_model(model: nn.Module, *, compile: bool) -> DataParallel:
     """Return a module over every device; a ``DataParallel`` as it is."""
+    if not isinstance(compile, bool):
+        raise OptionError(
+            f"TrainStep: compile must be True or False, got {compile!r}. torch.compile's modes have no place in a step."
+        )
     if not isinstance(model, DataParallel):
         return DataParallel(model, engine="compile" if compile else "auto")
     if compile and model.engine != "compile":
