@@ -50,8 +50,9 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 $(DEMO)/.installed: pyproject.toml constraints.txt
+	@echo "Installing PyTorch, scikit-learn and everygpu into $(DEMO), once: minutes, most of them for PyTorch's download."
 	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo]"
+	$(DEMO)/bin/python -m pip install -c constraints.txt -e ".[demo]"
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt
