@@ -261,24 +261,28 @@ def test_options_of_the_script_are_none_of_torchruns(args):
 
     for is_module in (False, True):
         read = parse_args(torchrun_arguments(2, {"--max-restarts": "2"}, "ok.py", args, is_module))
-        assert (read.training_script, read.training_script_args) == ("ok.py", args)
-        assert (read.module, read.nproc_per_node, read.max_restarts, read.no_python) == (is_module, "2", 2, False)
+        assert read.training_script_args == [*(["-m"] if is_module else []), "ok.py", *args]
+        assert (read.module, read.nproc_per_node, read.max_restarts, read.no_python) == (True, "2", 2, False)
 
 
 FAIL = """
 import os, sys, time
-assert os.environ["EVERYGPU_SPLIT"] == "even" and sys.argv[1:] == ["-x", "1"]
+from everygpu.errors import NonFiniteError
+assert os.environ["EVERYGPU_SPLIT"] == "even" and __name__ == "__main__"
 if os.environ["RANK"] == "1":
-    sys.exit(7)
+    {}
 time.sleep(200)
 """
 
 
 @pytest.mark.usefixtures("warm_python")
-def test_exit_code_of_the_process_that_failed_is_passed_on(box):
-    (box / "fail.py").write_text(FAIL)
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(int(sys.argv[2]))", 7), ("raise NonFiniteError('nan')", 5)], ids=["own", "nan"]
+)
+def test_exit_code_of_the_process_that_failed_is_passed_on(box, ending, code):
+    (box / "fail.py").write_text(FAIL.format(ending))
     begin = time.monotonic()
-    done = everygpu("run", "--cpu", "--processes", "2", "--split", "even", box / "fail.py", "-x", "1", fake_gpus=box)
-    assert done.returncode == 7, done.stderr
-    assert "process 1 ended with exit code 7" in done.stderr
+    done = everygpu("run", "--cpu", "--processes", "2", "--split", "even", box / "fail.py", "-x", "7", fake_gpus=box)
+    assert done.returncode == code, done.stderr
+    assert f"process 1 ended with exit code {code}" in done.stderr
     assert time.monotonic() - begin < 120

@@ -235,14 +235,12 @@ def check_only_gradients(used, caplog, num_steps, *, begins_beside=False, **opti
         assert step(*batch()).isfinite()
     assert step.stats().num_skipped == 9
     assert_same(numbers(net, step), before)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(NonFiniteError, match="update 10 in a row"):
         run(step, [None] * 9)  # on GPUs a few updates later
-    assert end.value.code == 5
     assert_same(numbers(net, step), before)
-    first, last = warnings_of(caplog)
+    (first,) = warnings_of(caplog)
     assert f"got others in update {num_steps + 1}" in first
     assert ("only buckets with such gradients" in first) == begins_beside
-    assert "10 in a row" in last
 
 
 def check_only_gradients_raise(used, num_steps):
@@ -291,19 +289,16 @@ def test_ignore(devices, caplog):
     assert not warnings_of(caplog)
 
 
-def test_ten_in_a_row_end_the_run(devices, caplog):
+def test_ten_in_a_row_raise(devices, caplog):
     net, step = make(devices(2))
     step(*batch())
     step.stats()
     before = numbers(net, step)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(NonFiniteError, match=f"update {MAX_IN_ROW} in a row"):
         run(step, [3] * 30)
-    assert end.value.code == 5
-    assert isinstance(end.value.__cause__, NonFiniteError)
     assert_same(numbers(net, step), before)
-    first, last = warnings_of(caplog)
+    (first,) = warnings_of(caplog)
     assert "got others in update 2" in first
-    assert f"update {MAX_IN_ROW} in a row" in last
 
 
 def test_others_in_between_begin_anew(devices, caplog):

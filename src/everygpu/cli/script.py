@@ -130,8 +130,8 @@ def torchrun_arguments(
         options = {"--rdzv-backend": "c10d", "--rdzv-id": os.path.basename(script), **options}
     alone = [] if "--nnodes" in options else ["--standalone"]
     written = [text for name, value in {"--signals-to-handle": _SIGNALS, **options}.items() for text in (name, value)]
-    module = ["--module"] if is_module else []
-    return [*alone, "--nproc-per-node", str(num_processes), *written, *module, "--", script, *args]
+    ours = ["--module", "--", "everygpu.cli.rank", *(["-m"] if is_module else [])]  # for the same exit codes
+    return [*alone, "--nproc-per-node", str(num_processes), *written, *ours, script, *args]
 
 
 def launch(arguments: Sequence[str]) -> tuple[int, str | None]:

@@ -497,6 +497,8 @@ class Bucket:
         if replicas:
             targets = [self._room(i, originals) for i in replicas]
             comm.broadcast(self.plan.flatten(dict(enumerate(originals)), self.device), targets)
+            for copy in [c for i in replicas if self._keeps and (c := self._copies[i]) is not None]:
+                copy.is_valid = True
 
     def _room(self, replica: int, originals: Sequence[Tensor]) -> Tensor:
         """Return memory for a copy: that in use where addresses are fixed."""
@@ -524,6 +526,7 @@ class _Copy:
 
     def take(self, originals: Sequence[Tensor]) -> None:
         """Note what is sent, and tell autograd which slots were: a backward through other values is torch's error."""
+        self.is_valid = False  # until it is sent
         versions, before = versions_of(originals), zip(self._originals, self._versions, self._memory)
         written = [
             slot
@@ -534,7 +537,6 @@ class _Copy:
             increment_version(written)
         # Memory is kept alive: while it is, no other has its address.
         self._originals, self._versions, self._memory = list(originals), versions, [t.detach() for t in originals]
-        self.is_valid = True
 
     def is_of(self, originals: Sequence[Tensor]) -> bool:
         """Tell whether these are the tensors that were sent, in the same memory and as often written."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.errors import NonFiniteError
-from everygpu.exit_codes import BAD_NUMBERS, tell_reason
 from everygpu.torch_private.core import NormBase, foreach_copy_
 
 logger = logging.getLogger("everygpu")
@@ -19,7 +18,7 @@ RULES = ("skip", "raise", "ignore")
 LAG = 8
 """Updates that may be queued after one before the host reads its status: so it hardly ever waits for the device."""
 MAX_IN_ROW = 10
-"""As many updates left out one after another end the run."""
+"""As many updates left out one after another raise."""
 MADE, SCALED, PARTLY = 1.0, 2.0, 3.0
 """Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large; it was made
 but for buckets with gradients that aren't finite. It is nan for an update that was left out."""
@@ -65,19 +64,15 @@ class FiniteCheck:
         """Read what is due.
 
         Raises:
-            NonFiniteError: an update was left out, where that raises.
-            SystemExit: with exit code 5: so many were, one after another.
+            NonFiniteError: an update was left out, where that raises; else so many were, one after another.
         """
-        # Once one was found the next are waited for: ten in a row end the run.
+        # Once one was found the next are waited for: ten in a row raise.
         self._read(0 if self._num_in_row else self._lag)
         error, self._error = self._error, None
-        if error is not None and self._raises:
-            self.wait()  # whoever catches it finds no update counted that was left out; the next call raises of those
-            raise error
         if error is not None:
-            logger.error("%s", error)
-            tell_reason(str(error))
-            raise SystemExit(BAD_NUMBERS) from error
+            if self._raises:
+                self.wait()  # whoever catches it finds no update counted that was left out; the next call raises those
+            raise error
 
     def wait(self) -> None:
         """Read all that there is; what is to be raised is raised by ``look``."""
@@ -113,9 +108,7 @@ class FiniteCheck:
         if self._raises:
             self._error = self._error or NonFiniteError(message)
         elif is_last:
-            self._error = NonFiniteError(
-                f"{message} It was update {self._num_in_row} in a row: the run ends with exit code {BAD_NUMBERS}."
-            )
+            self._error = NonFiniteError(f"{message} It was update {self._num_in_row} in a row.")
         else:
             logger.warning("%s", message)
 

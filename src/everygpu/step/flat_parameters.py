@@ -1,7 +1,7 @@
 """The memory of a training step: every trainable parameter and its gradient, side by side on every device."""
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from everygpu.parallel.buckets import (
     versions_of,
 )
 from everygpu.parallel.replicas.module_tree import has_hooks
+from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
 from everygpu.torch_private.core import num_storage_uses
 
 PerDevice = list[Tensor]
@@ -54,6 +55,10 @@ class FlatParameters:
         self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
         self._grad_slots = [_slots(self.plans, self.grads, j) for j in range(len(devices))]
         self.twins: list[list[Tensor]] = []
+        self._are_equal = False
+        """Whether all devices had the same values when this was set: before they are written it is unset, so that an
+        interruption leaves it so."""
+        self._steps = OptimizerSteps(params if len(devices) > 1 else ())
         self._versions: list[int] = []
         self._grad_versions: list[list[int]] = []
         self.adopt()
@@ -69,6 +74,7 @@ class FlatParameters:
 
     def adopt(self) -> None:
         """Take in the parameters' values from wherever they are now, and send them to every device."""
+        self._are_equal = False
         with torch.no_grad():
             for p, slot in zip(self.params, self._slots[0]):
                 if p.data_ptr() != slot.data_ptr():
@@ -108,21 +114,26 @@ class FlatParameters:
     def follow_edits(self) -> None:
         """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
         self.follow_counted_edits()
-        self._send(b for b in range(len(self.plans)) if self._differs(b))
+        self._send([b for b in range(len(self.plans)) if self._differs(b)])
 
     def follow_counted_edits(self) -> None:
-        """Send what was moved, or written as far as torch counts it."""
+        """Send what was moved, or written by an optimizer, or as far as torch counts it."""
         if self._is_moved():
             self.adopt()
         self.send_written()
 
     def send_written(self) -> None:
-        """Send what torch counts as written since the last step, where parameters are in their places."""
+        """Send what was written since the last step by an optimizer, or as far as torch counts it, where parameters
+        are in their places; all of it after an interruption.
+        """
+        if self._steps.have_come:
+            self._are_equal = self._steps.have_come = False
         versions = versions_of(self.params)
-        if versions == self._versions:
-            return
-        written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
-        self._send(b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots))
+        if not self._are_equal:
+            self._send(range(len(self.plans)))
+        elif versions != self._versions:
+            written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
+            self._send([b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)])
 
     def kept(self) -> list[KeptBucket]:
         """Return every device's copies, after edits that torch counts were sent; others would be lost by sending."""
@@ -206,11 +217,16 @@ class FlatParameters:
             comm.all_gather(bucket)
         self.note_update()
 
+    def begin_update(self) -> None:
+        """Take note that devices are about to write values of their own, until ``note_update``."""
+        self._are_equal = False
+
     def note_update(self) -> None:
-        """Have graphs that still refer to the old values notice that there are new ones."""
+        """Have graphs that still refer to the old values notice that there are new ones, the same on all devices."""
         for tensors in (self.params, *self.twins):
             increment_version(tensors)
         self._versions = versions_of(self.params)
+        self._are_equal = True
 
     def chunks(self, buckets: Sequence[PerDevice]) -> list[PerDevice]:
         """Cut each device's own chunk out of its buckets."""
@@ -240,11 +256,14 @@ class FlatParameters:
         for p in self.params:
             p.grad = None
 
-    def _send(self, which: Iterable[int]) -> None:
+    def _send(self, which: Sequence[int]) -> None:
+        """Send some buckets, where the others are equal."""
+        self._are_equal = False
         for b in which:
             first, *others = self.values[b]
             comm.broadcast(first, others)
         self._versions = versions_of(self.params)
+        self._are_equal = True
 
     def _differs(self, b: int) -> bool:
         """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""

@@ -132,9 +132,9 @@ class RecordableStep(Recordable[Tensor]):
             if self._step._num_batches == 0:
                 self._strategy.begin()
             return True
-        self._strategy.prepare_update()
         if self._step._replica_check is not None:
             self._step._replica_check.before_update()
+        self._strategy.prepare_update()
         return True
 
     def finish(self, recorded: _Recorded) -> Tensor:

@@ -166,8 +166,9 @@ class ShardedOptimizer(Optimizer):
     def attach(self, params: Sequence[Tensor], shards: Shards) -> None:
         """Move the state to other shards, which have none yet."""
         self._fill_state()
-        self._params, self._shards = list(params), shards
-        self._spread_state()
+        shards.take_state(dict(self.module.state))
+        self._params, self._shards = list(params), shards  # now: an interruption before has left all of the state
+        self._drop_whole_state()
 
     def hand_back(self) -> None:
         """Give the stock optimizer its whole state, which is to step itself."""
@@ -236,7 +237,7 @@ class ShardedOptimizer(Optimizer):
             self._fill_state()
             # Of parameters that have left the groups, which may come back, torch's state dict has no place for a state.
             state, own = self.module.state, set(map(id, all_params(self.module)))
-            self._left_out = {p: state.pop(p) for p in list(state) if id(p) not in own}
+            self._left_out |= {p: state.pop(p) for p in list(state) if id(p) not in own}
 
         def clear(_: Optimizer, state_dict: dict[str, Any]) -> None:
             self.module.state.update(self._left_out)

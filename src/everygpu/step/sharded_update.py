@@ -161,7 +161,7 @@ class ShardedUpdate:
             return  # DataParallel does so at every forward
         self._sharded.check_owner()
         params = self._trainable()
-        if not self.flat_params.fits(params) or self.flat_params.is_held():
+        if not (self._is_arranged and self.flat_params.fits(params)) or self.flat_params.is_held():
             self._arrange(params, self.flat_params)
         elif not self._sharded.holds(self._shards):
             self._attach(self._sharded)
@@ -262,9 +262,10 @@ class ShardedUpdate:
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
         self.flat_params.follow_edits()
         places = None if found_inf is None else comm.copy_to_each(found_inf, self._shards.devices)
+        self.flat_params.begin_update()
         try:
             self._shards.step(self._touched, places)
-        finally:  # or replicas would differ after an interruption
+        finally:  # an interruption in here has the next step send the primary's
             self.flat_params.all_gather_params()
         self._sharded.after_step()
 
@@ -273,9 +274,7 @@ class ShardedUpdate:
         self.prepare()
         self.flat_params.adopt()
         if self._replicas is not None:
-            # Now, as a step that is recorded sends no frozen parameters.
             self._replicas.forget()
-            self._replicas.refresh(range(len(self._model.replica_devices)))
 
     def kept(self) -> list[KeptBucket]:
         """Return the parameters of which each device keeps a copy from step to step."""
@@ -324,6 +323,8 @@ class ShardedUpdate:
             return False
         self._sharded.check_owner()
         self.flat_params.send_written()
+        if self._replicas is not None:
+            self._replicas.send_forgotten()  # a launch sends no frozen parameters
         return True
 
     def why_not_recordable(self) -> str | None:
@@ -351,6 +352,7 @@ class ShardedUpdate:
         """Have an update that is recorded take the learning rates of now."""
         if self._sharded is not None:
             self._shards.follow(self._sharded.param_groups)
+        self.flat_params.begin_update()
 
     def finish_update(self) -> None:
         """Take note of an update that a recording has queued."""
@@ -388,6 +390,7 @@ class ShardedUpdate:
     @torch.inference_mode(False)
     def _arrange(self, params: list[Tensor], before: FlatParameters | None) -> None:
         """Make memory for the parameters as they are now, going on from what has accumulated before."""
+        self._is_arranged = False  # until all is: what is interrupted is done again
         model = self._model
         if self._sharded is not None:
             place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
@@ -408,6 +411,7 @@ class ShardedUpdate:
         if self._sharded is not None:
             self._attach(self._sharded)
         self.flat_params.count_own_uses()
+        self._is_arranged = True
 
     def _attach(self, optimizer: ShardedOptimizer) -> None:
         """Have the optimizer's state where the gradients are."""

@@ -78,8 +78,9 @@ class TrainStep:
             loss = step(x, y)
 
     Several devices give what one device gives on the whole batch. Each keeps its replica's parameters, updates 1/N of
-    them and hands them out. Parameters written in between, by ``load_state_dict`` or in place, are noticed as far as
-    torch counts the write: after ``p.data.clamp_()`` on GPUs call ``step.refresh()``.
+    them and hands them out. What writes to parameters in between is noticed: a step of any torch optimizer, a load,
+    writes in place that torch counts, on the CPU any other, too. After ``p.data.clamp_()``, or a kernel of your own, on
+    GPUs call ``step.refresh()``.
 
     Args:
         model: A module, for every device there is, or a ``DataParallel``, whose ``bucket_cap_mb`` the step uses.
@@ -99,9 +100,8 @@ class TrainStep:
             changes; steps that can't be recorded run as they are. ``False``: never. ``True``: also where a module has
             hooks, which are then not called; raise where a step can't be recorded.
         on_nonfinite: What becomes of an update with a loss or a gradient that is nan or infinite. ``"skip"``: it is
-            left out on the devices, which nothing waits for, with a warning; ten in a row end the run with exit
-            code 5. ``"raise"``: it is left out, and a call soon
-            after raises. ``"ignore"``: nothing looks for it.
+            left out on the devices, which nothing waits for, with a warning; the tenth in a row raises. ``"raise"``: it
+            is left out, and a call soon after raises. ``"ignore"``: nothing looks for it.
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
             how much it counts in an update, of all ranks: such as its tokens that aren't ignored. Left out, it is known
             what torch's ``CrossEntropyLoss`` and ``NLLLoss`` average over; of a model that returns its loss, ``labels``
@@ -113,7 +113,8 @@ class TrainStep:
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one of another model, or one that needs a closure; parameters share
             memory.
-        NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
+        NonFiniteError: ten updates in a row were left out; under ``on_nonfinite="raise"`` one was, on GPUs within the
+            last eight. ``everygpu run`` ends with exit code 5.
         OptionError: an option has no such value.
         DivergedError: from a step whose check finds parameters that differ.
     """
@@ -202,8 +203,7 @@ class TrainStep:
                     self.flush()
             self._finite_check.look()
         except BaseException:
-            self._num_batches, self._losses = 0, None
-            self._weights.drop()
+            self._num_batches = 0
             raise
         return loss
 
@@ -224,7 +224,7 @@ class TrainStep:
         Returns:
             The loss of all ranks' batches, so every rank calls it, shape (), and the model's output.
         """
-        self._strategy.prepare()
+        self._strategy.refresh()
         with evaluating(self.model), torch.no_grad():
             batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
             self._weights.begin(batch, self.accumulate)
@@ -238,7 +238,10 @@ class TrainStep:
             return Evaluation(self._weights.mean(loss)[0], output)
 
     def refresh(self) -> None:
-        """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``."""
+        """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``.
+
+        ``evaluate`` does so itself.
+        """
         self._strategy.refresh()
 
     def stats(self) -> StepStats:
@@ -269,7 +272,7 @@ class TrainStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on a state that ``state_dict`` returned; batches seen since the last update are dropped."""
-        self._num_batches, self._losses = 0, None
+        self._num_batches = 0
         self._num_steps = state["num_steps"]
         self._finite_check.restart(state["num_skipped"])
         if self._scale is not None and "scale" in state:
@@ -292,6 +295,9 @@ class TrainStep:
         )
 
     def _begin(self, batch: Batch) -> None:
+        if self._num_batches == 0:  # what an update that was given up has left counts nothing
+            self._losses = None
+            self._weights.drop()
         if self._ranks is not None:
             if self._num_batches == 0:
                 self._strategy.settle_with_ranks()

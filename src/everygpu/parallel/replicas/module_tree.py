@@ -54,7 +54,8 @@ class ModuleTree:
             tensors, order = _sort(contents.values)
             if order != self.order:
                 return False
-            self._contents, self.tensors = contents, tensors
+            self.tensors = tensors
+            self._contents = contents  # last: an interruption has it done again
         return _metas(self.tensors) == self._metas
 
     def places(self, modules: Sequence[nn.Module]) -> list[tuple[Table, str]]:

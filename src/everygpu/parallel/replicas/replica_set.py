@@ -13,6 +13,7 @@ from everygpu.errors import ReplicaError
 from everygpu.keys import compiled_original
 from everygpu.parallel.buckets import REPLICA_BYTES, Bucket, KeptBucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has_hooks, is_dense, place_module
+from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
 from everygpu.parallel.replicas.remap import TABLES, Remap
 from everygpu.parallel.replicas.snapshot import Snapshot
 
@@ -84,6 +85,7 @@ class ReplicaSet:
         self._make_leaves = make_leaves
         self._devices = list(devices)
         self._strict_device = strict_device
+        self._is_interrupted = False
         self._build()
 
     def refresh(
@@ -112,11 +114,24 @@ class ReplicaSet:
 
     def forget(self) -> None:
         """Send everything at the next refresh, after writes that torch doesn't count."""
+        self._is_forgotten = True
         for _, bucket in self._buckets:
             bucket.forget()
 
+    def send_forgotten(self) -> None:
+        """Bring all replicas up to date if there were writes that torch doesn't count."""
+        self._look_for_steps()
+        if self._is_forgotten:
+            self._update(range(len(self._replicas)))
+
+    def _look_for_steps(self) -> None:
+        if self._steps.have_come:
+            self.forget()
+            self._steps.have_come = False
+
     def kept(self) -> list[KeptBucket]:
         """Return the frozen parameters, with the copies that replicas keep; without those that are out of date."""
+        self._look_for_steps()
         found = []
         for members, bucket in self._buckets:
             params = [self._tree.tensors[i] for i in members]
@@ -136,21 +151,28 @@ class ReplicaSet:
                 mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
 
     def _update(self, others: Sequence[int]) -> None:
-        if not self._tree.is_current():
+        if not (self._is_built and self._tree.is_current()):
             self._build()
-        changed = self._snapshot.changed()
+        self._look_for_steps()
+        was_interrupted = self._is_interrupted
+        self._is_interrupted = True
+        changed: Iterable[int] = self._snapshot.changed()
+        if was_interrupted:  # what had changed then is no longer known
+            changed = range(len(self._tree.modules))
         for replica in self._replicas:
             replica.expire(changed)
         for i in others:
             self._replicas[i].release()
         for i, tensors in zip(others, self._broadcast(others)):
             self._replicas[i].fill(tensors)
+        self._is_interrupted = self._is_forgotten = False
 
     def _build(self) -> None:
         """Build replicas and buckets for the module's present tree."""
         place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
         others = self._devices[1:]
         leaves = {} if self._make_leaves is None else self._make_leaves()
+        self._is_built = False  # until all is: what is interrupted is built anew
         self._tree = ModuleTree(self.module)
         self._snapshot = Snapshot(self._tree.modules)
         self._replicas = [_Replica(self._tree, device) for device in others]
@@ -164,6 +186,8 @@ class ReplicaSet:
         flat = [i for i in sent if is_dense(tensors[i])]
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
         trusted = trusts_versions(self._devices)
+        self._steps = OptimizerSteps(tensors[i] for i in frozen if trusted)
+        self._is_interrupted = self._is_forgotten = False
         # A bucket each: a node whose backward computes other parameters' gradients calls a hook without a gradient,
         # and goes on into the graph of a buffer that an earlier forward has computed.
         single = [[i] for i in flat if tensors[i].requires_grad and (has_hooks(tensors[i]) or not tensors[i].is_leaf)]
@@ -181,6 +205,7 @@ class ReplicaSet:
                     trusts_versions=trusted and which is frozen,
                 )
                 self._buckets.append((members, bucket))
+        self._is_built = True
 
     def _broadcast(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the tree's tensors."""
