@@ -432,6 +432,17 @@ class TestNoRows:
         assert said.messages == []
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(len, True), (lambda x: 0.5, True), (lambda x: x.dtype, False)])
+def test_a_number_that_all_replicas_return_is_told_of_once(said, count, is_told):
+    sys.modules["everygpu.parallel.gather"]._warn_of_number.cache_clear()
+    for _ in range(2):
+        _, found = run(lambda x: (x, count(x)), 4)
+        assert found == count(torch.zeros(2))
+    assert [message[:24] for message in said.messages] == ["gather: out[1] is the nu"] * is_told
+    assert run(lambda x: (x, torch.tensor(len(x))), 4)[1].sum() == 4
+    assert run(lambda x: (x, len(x)), 3)[1] == [2, 1]
+
+
 def detections(x):
     """As many boxes in row i as i + 1."""
     return [{"boxes": torch.full((int(i) + 1, 4), float(i)), "id": int(i)} for i in x]

@@ -53,6 +53,12 @@ class Noted(DataParallel):
         return super().gather(outputs, output_device)
 
 
+class InTurn(Noted):
+    """Leaves ``replicate`` alone, without which replicas on one device run one after another."""
+
+    replicate = DataParallel.replicate
+
+
 class Outer(DataParallel):
     """Overrides forward as libraries do: by the four verbs."""
 
@@ -187,7 +193,7 @@ class TestOverrides:
         torch.manual_seed(1)
         dropped = [DataParallel(nn.Dropout(), ["cpu"] * 2)(torch.ones(6, 3))]
         torch.manual_seed(1)
-        dropped.append(Noted(nn.Dropout(), ["cpu"] * 2)(torch.ones(6, 3)))
+        dropped.append(InTurn(nn.Dropout(), ["cpu"] * 2)(torch.ones(6, 3)))
         assert torch.equal(*dropped)
 
     def test_a_device_without_rows(self):

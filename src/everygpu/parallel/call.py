@@ -13,7 +13,7 @@ from everygpu.torch_private.core import are_transforms_active, is_transforming
 
 if TYPE_CHECKING:
     from everygpu.parallel.replicas.replica_set import ReplicaSet
-    from everygpu.parallel.sharded.batch import ShardedBatch
+    from everygpu.parallel.scatter.scatter import Lent
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,8 +30,8 @@ class Call:
     """How much a result for all of a replica's rows counts beside the others'; None where that isn't known."""
     counts_alike: bool = False
     """Whether all results count alike, as the caller normalizes them: the call came with an entry per device."""
-    reused: Sequence[tuple["ShardedBatch", list[int]]] = ()
-    """Batches whose own shards are the replicas' inputs, and the shards' versions."""
+    lent: Sequence["Lent"] = ()
+    """Tensors whose shares are the replicas' inputs, which may write to them."""
     modules: tuple[nn.Module, ...] = ()
     """The replicas, whose parameters and buffers are written by later forwards."""
     method: str | None = None

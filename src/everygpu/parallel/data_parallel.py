@@ -36,7 +36,7 @@ from everygpu.parallel.replicas.module_tree import check_module, place_module, w
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
-from everygpu.parallel.scatter.scatter import note_writes, scatter_call
+from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import Group, join
@@ -336,7 +336,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
         outputs = self.parallel_apply(calls, args, kwargs_of)
-        note_writes(self._lock.reused)
+        for lent in self._lock.lent:
+            lent.note_writes()
         self._average_buffers(modules, call)
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
@@ -388,7 +389,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         call = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
         if not is_ours and (own := self._positions_of(devices)):
             call.positions = tuple(own[p] for p in call.positions)
-        self._lock.reused = call.reused if self._lock.is_inside() else ()  # an override may return other lists
+        self._lock.lent = call.lent if self._lock.is_inside() else ()  # an override may return other lists
         is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
         if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
             weigh_shares(call, self.weight_rule, self.module, self.replica_devices[0])

@@ -25,8 +25,8 @@ class ForwardLock:
         self.lock = threading.Lock()
         self.rows: Sequence[int] = ()
         """Of the batch of the forward that has the lock, for each replica."""
-        self.reused: Sequence[Any] = ()
-        """Batches whose own shards are its replicas' inputs; see ``Call``."""
+        self.lent: Sequence[Any] = ()
+        """Tensors whose shares are its replicas' inputs; see ``Call``."""
         self._call: object | None = None
         self._pid = os.getpid()
 
@@ -51,7 +51,7 @@ class ForwardLock:
         try:
             yield
         finally:
-            self.reused = ()
+            self.lent = ()
             _running.reset(token)
 
     def run_apart(self, function: Callable[[], Any]) -> None:

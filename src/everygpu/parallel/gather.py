@@ -220,6 +220,15 @@ def _warn_of_no_rows(path: str, shape: tuple[int, ...], dim: int, num_replicas: 
     )  # fmt: skip
 
 
+@functools.cache
+def _warn_of_number(path: str) -> None:
+    logger.warning(
+        "gather: %s is the number that each replica returned, the same in all. One device counts the whole batch: "
+        "return what depends on rows as a tensor, whose sum() or mean() is that of all replicas. This is said once.",
+        path,
+    )  # fmt: skip
+
+
 def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
     """Join the replicas' outputs; see ``gather``."""
     if not outputs:
@@ -308,6 +317,8 @@ def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
     if any(none) and not all(none):
         raise _structure_error(path, [_describe(v) for v in values])
     if all(_is_equal(v, values[0]) for v in values[1:]):
+        if len(values) > 1 and joiner.rows is not None and type(values[0]) in (int, float, complex):
+            _warn_of_number(path)
         return values[0]
     return values if joiner.rows is None or tree.find_tensor(values[0]) is None else ReplicaObjects(values, joiner.rows)
 

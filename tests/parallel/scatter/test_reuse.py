@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, ShardedBatch, gather, scatter
+from everygpu import DataParallel, ShardedBatch, TrainStep, gather, scatter
 from everygpu.parallel.sharded.batch import shard_batch
 from tests.parallel.batches import lay_out, numbers
 from tests.parallel.oracle import TOLERANCE, Mlp, pair, score
@@ -169,3 +169,68 @@ class TestWriting:
         out = model(x)
         x.add_(1)
         assert gather(out).tolist() == [0] * 4
+
+
+class Masking(nn.Module):
+    """Writes into its first input, which it returns something of as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+
+    def forward(self, x, mask, y=None):
+        x.masked_fill_(mask, 0.5).mul_(self.lin.weight[0])
+        return self.lin(x) if y is None else self.lin(x) + y.sum(-1, keepdim=True)
+
+
+class TestWritingIntoPlainTensors:
+    """What replicas write into their inputs is written to the caller's tensor, with its gradient, as on one device."""
+
+    @pytest.mark.parametrize("takes_gradient", [True, False])
+    @pytest.mark.parametrize("is_twice", [True, False])
+    @pytest.mark.parametrize(("dim", "num_rows"), [(0, 7), (1, 7), (0, 2)])
+    def test_outputs_inputs_and_gradients_equal_one_device(self, devices, dim, num_rows, is_twice, takes_gradient):
+        used = devices(3)
+        model, bare = pair(Masking, used, dim=dim)
+        shape, results = ((num_rows, 3, 4), (3, num_rows, 4))[dim], []
+        for module in (model, bare):
+            leaf = numbers(*shape).to(used[0]).requires_grad_(takes_gradient)
+            mask = numbers(*shape, seed=1).to(used[0]) > 0.5
+            x = leaf * 1
+            out = module(x, mask, *([x] if is_twice else []))
+            (score(out) + score(x * x) + (x.sum(-1) * out.sum(-1)).mean()).backward()
+            grads = [p.grad for p in module.parameters()]
+            results.append([gather(out), x, *grads, *([leaf.grad] if takes_gradient else [])])
+        torch.testing.assert_close(*results, **TOLERANCE)
+
+    def test_without_gradients(self, devices):
+        class Filling(nn.Module):
+            def forward(self, x, y):
+                return x.fill_(len(x)), y + x
+
+        used = devices(2)
+        x, y = torch.zeros(3, device=used[0]), torch.zeros(3)
+        with torch.no_grad():
+            DataParallel(Filling(), used)(x, y.to(used[0]))
+        assert x.tolist() == [2, 2, 1]
+        assert y.tolist() == [0, 0, 0]
+
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_a_graph_that_has_saved_the_tensor_raises_torchs_error(self, devices, dim):
+        used = devices(2)
+        x = torch.zeros(4, 4, 4, device=used[0])
+        product = x * torch.ones((), requires_grad=True, device=used[0])
+        DataParallel(Masking().to(used[0]), used, dim=dim)(x, x > 0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    def test_a_step_trains_as_on_one_device(self):
+        x, losses = numbers(6, 4), []
+        for count in (1, 2, 3):
+            model = DataParallel(pair(Masking, [CPU])[1], [CPU] * count)
+            step = TrainStep(
+                model, lambda out, y: (out.sum(1) * y.sum(1)).mean(), torch.optim.SGD(model.parameters(), 1)
+            )
+            batches = [x.clone(), x.clone()]
+            losses.append([step((given, given > 0.4), given).item() for given in batches])
+        assert losses[1:] == [pytest.approx(losses[0])] * 2

@@ -175,7 +175,7 @@ def warn_of_lists(found: Arguments, num_rows: int, dim: int) -> None:
             num_sized = sum(rows_of(name, leaf, dim) is not None for name, leaf in found.leaves)
             if len(others) > 1 and len(items) == num_sized:
                 _warn_of_list(path, f"a list of tensors of several shapes, each of which is cut along dim {dim}")
-        elif len(items) == num_rows and not issubclass(kind, _NUMBERS):
+        elif len(items) == num_rows and kind is not type(None):
             inside = f"{path}[0]"
             if not any(name.startswith(inside) and tree.has_dims(leaf) for name, leaf in found.leaves):
                 what = f"a list of {num_rows} items ({kind.__qualname__}), as many as the batch has rows"

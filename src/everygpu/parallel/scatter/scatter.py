@@ -12,7 +12,7 @@ from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
-from everygpu.parallel.buckets import broadcast_tensor, keep_requires_grad, versions_of
+from everygpu.parallel.buckets import NOTHING, broadcast_tensor, keep_requires_grad, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.batch_types import (
     OWN,
@@ -31,6 +31,7 @@ from everygpu.parallel.scatter.row_count import (
 )
 from everygpu.parallel.scatter.split import Replicated, Split, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
+from everygpu.torch_private.core import keep_version
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -91,13 +92,17 @@ def scatter_call(
     positions = plan.active if plan is not None else tuple(range(len(devices) if args or kwargs else 1))
     rows = None if plan is None else tuple(plan.rows[p] for p in positions)
     cutter = _Cutter(num_rows, rows or (), positions, devices, dim)
-    columns = []
+    columns: list[Sequence[Any]] = []
+    of_tensors: dict[int, Sequence[Any]] = {}
     for path, leaf in found.leaves:
         try:
-            columns.append(cutter.cut(leaf))
+            column = of_tensors.get(id(leaf)) or cutter.cut(leaf)
         except RuntimeError as error:
             _explain_layout(path, leaf, error)
             raise
+        columns.append(column)
+        if isinstance(leaf, Tensor):  # passed twice, it is one tensor in a replica, too
+            of_tensors[id(leaf)] = column
     shares = [found.around([column[i] for column in columns]) for i in range(len(positions))]
     return Call(
         positions=positions,
@@ -106,7 +111,7 @@ def scatter_call(
         rows=rows,
         weights=(1,) * len(positions) if rows is None or cutter.has_entries else rows,
         counts_alike=cutter.has_entries,
-        reused=cutter.reused,
+        lent=cutter.lent,
     )
 
 
@@ -129,8 +134,7 @@ class _Cutter:
         self.dim = dim
         self.has_entries = False
         """Whether a leaf had an entry per device, so that results of all replicas count alike."""
-        self.reused: list[tuple[ShardedBatch, list[int]]] = []
-        """Batches whose own shards go to the replicas, and the shards' versions."""
+        self.lent: list[Lent] = []
 
     def cut(self, leaf: Any) -> Sequence[Any]:
         if type(leaf) in WITHOUT_ROWS:
@@ -172,7 +176,10 @@ class _Cutter:
         with keep_requires_grad(x):
             copied = [comm.copy(part, d, fresh=True) for part, d in zip(shares[1:], self.devices[1:])]
             is_there = shares[0].device == self.devices[0]
-            return [shares[0] if is_there else comm.copy(shares[0], self.devices[0]), *copied]
+            shares = [shares[0] if is_there else comm.copy(shares[0], self.devices[0]), *copied]
+        if is_there and x.layout is torch.strided and len(wanted) == len(rows):
+            self.lent.append(Lent(comm.as_plain(x), shares, self.dim))
+        return shares
 
     def _fits(self, x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int]) -> bool:
         """Tell whether a batch is split as the call is, so that nothing moves."""
@@ -188,7 +195,7 @@ class _Cutter:
         if x.requires_grad or x._memory.is_viewed or was_joined(x):
             with keep_requires_grad(x):
                 return [s.clone() for s in x.shards]
-        self.reused.append((x, versions_of(x._parts)))
+        self.lent.append(Lent(x, x._parts))
         return [p.detach() for p in x._parts]
 
     def _copy_all(self, value: Any) -> Sequence[Any]:
@@ -229,14 +236,32 @@ def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Te
     return uploads
 
 
-def note_writes(reused: Sequence[tuple[ShardedBatch, list[int]]]) -> None:
-    """Increment the version of batches that replicas wrote through reused shards.
+class Lent:
+    """A tensor whose shares are replicas' inputs, on the device that it is on.
 
-    A graph that saved the batch then raises torch's usual error instead of computing a wrong gradient.
+    What they write to these, as far as torch counts it, is written to the tensor, as on one device.
     """
-    for batch, versions in reused:
-        if versions_of(batch._parts) != versions:
-            increment_version(batch)
+
+    def __init__(self, tensor: Tensor, shares: Sequence[Tensor], dim: int | None = None) -> None:
+        self._tensor, self._shares, self._dim = tensor, shares, dim
+        self._before, *self._versions = versions_of([tensor, *shares])
+
+    def note_writes(self) -> None:
+        """Copy shares that were written to the tensor, but for views of it; count it as written."""
+        x, versions = self._tensor, versions_of(self._shares)
+        if versions == self._versions:
+            return
+        if self._dim is None:  # the shares are its memory
+            increment_version(x)
+            return
+        # What the first replica's graph has saved is a view, and not written now.
+        with NOTHING if x._version == self._before else keep_version(x):
+            start = 0
+            for share, now, before in zip(self._shares, versions, self._versions):
+                num_rows = share.shape[self._dim]
+                if now != before and share._base is None:
+                    x.narrow(self._dim, start, num_rows).copy_(comm.copy(share, x.device))
+                start += num_rows
 
 
 def _check_object(leaf: Any) -> None:
