@@ -122,7 +122,7 @@ def test_private_torch_is_found(line, tmp_path):
     assert len(private_names(tmp_path / "module.py")) == 1
 
 
-PYTHONS_OWN = {"_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_make"}
+PYTHONS_OWN = {"_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 
 
 def test_private_attributes_are_ours_or_listed():

@@ -20,7 +20,7 @@ from torch import nn
 import everygpu
 from everygpu import CheckpointManager, Meter
 from everygpu.checkpoint import format as format_module
-from everygpu.checkpoint.directory import hold_lock
+from everygpu.checkpoint.directory import LOCK, hold_lock
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointContentError,
@@ -266,7 +266,7 @@ def test_a_relative_directory_stays_the_same_when_the_program_goes_elsewhere(tmp
 def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     put(checkpoints, 1)
-    with hold_lock(tmp_path / ".lock"), pytest.raises(CheckpointBusyError):
+    with hold_lock(tmp_path / LOCK), pytest.raises(CheckpointBusyError):
         checkpoints.save(2)
     assert steps_in(tmp_path) == [1]
     checkpoints.save(2)

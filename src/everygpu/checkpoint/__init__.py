@@ -1,10 +1,10 @@
 """Checkpoints without pickle: a directory of safetensors and JSON, written beside and renamed.
 
-1. A checkpoint is whole or not there: written beside the old one, synced, and exchanged with it in one step.
+1. A checkpoint is whole or not there: written beside the old one, synced, and put in its place by one rename.
 2. Other programs read it: ``model.safetensors`` has the bare model's names, ``sha256sum -c`` verifies it.
 3. A load plans everything and then applies it: everything fits, or nothing is changed.
 4. What is altered is noticed, named, and stepped over to the newest whole one of a run.
-5. A directory is ours by its ``"format"``; nothing else is ever replaced or removed.
+5. A directory is ours by its ``"format"``, a file in it by being listed; nothing else is moved, replaced or removed.
 6. Any file of torch.save, safetensors, DCP, Transformers or Lightning loads, and no pickle is ever executed.
 7. Names are matched without wrappers' prefixes; an optimizer's state by the names of its parameters.
 8. A run is bound once, saved at an interval and at its end, rotated by age and by a metric, and resumed exactly.

@@ -1,33 +1,46 @@
-"""Directories of checkpoints: one that takes its name when it is complete, and those of a run, one per step.
+"""Directories of checkpoints: one that is replaced when a new one is complete, and those of a run, one per step.
 
-The old one is there until the new one has its name. A run's checkpoints are named ``step-00001200``.
+A new directory is written beside its place, and renamed. One that exists stays, with all that other programs have in
+it: a save is written to a directory within, which a rename makes the checkpoint; then its files are put in place one by
+one. Readers find each of them in either place. A run's checkpoints are named ``step-00001200``.
 """
 
-import ctypes
 import errno
+import logging
 import math
 import os
 import re
 import shutil
-import sys
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import sleep
 from typing import Any, Literal, TypeAlias
-from warnings import warn
 
 from filelock import FileLock, Timeout
 
-from everygpu.checkpoint.format import DOCUMENT, is_claimed, is_file_of_ours, is_ours, read_document, sync_path
+from everygpu.checkpoint.format import (
+    DOCUMENT,
+    FORMAT,
+    PENDING,
+    SUMS,
+    files_in,
+    is_claimed,
+    is_marked,
+    is_ours,
+    is_pending,
+    read_document,
+    sync_path,
+)
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointError,
     CheckpointForeignError,
-    CheckpointNotFoundError,
     OptionError,
 )
+
+logger = logging.getLogger("everygpu")
 
 Mode: TypeAlias = Literal["min", "max"]
 """Whether a metric is better when it is lower or higher."""
@@ -35,10 +48,11 @@ Mode: TypeAlias = Literal["min", "max"]
 Best: TypeAlias = tuple[str, Mode, int]
 """A metric, and how many of the best checkpoints by it stay beside the newest."""
 
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
-_LOOKS, _LOOK_AGAIN_S = 5, 0.002
+_STAGE = ".everygpu.tmp"
+"""What is being written: in the directory that it is for, or after a point and the name that it is to have."""
+LOCK = ".everygpu.lock"
 _NAME = re.compile(r"step-(\d{8,})")
-_LEFT = re.compile(r"\.(step-\d{8,})\.(tmp|old)")
+_LEFT = re.compile(rf"\.(step-\d{{8,}}){re.escape(_STAGE)}")
 
 
 def as_path(path: str | os.PathLike[str], caller: str) -> Path:
@@ -49,8 +63,8 @@ def as_path(path: str | os.PathLike[str], caller: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def resolve_target(path: Path) -> Path:
-    """Follow symbolic links to the directory to write, and refuse to replace what is no checkpoint of ours."""
+def resolve_target(path: Path, is_step: bool = False) -> Path:
+    """Follow symbolic links to the directory to write; refuse what is no checkpoint of ours, nor a step of a run."""
     target = Path(os.path.realpath(path))
     if not target.exists():
         return target
@@ -59,10 +73,15 @@ def resolve_target(path: Path) -> Path:
             f"save: {path} is a file, a checkpoint is a directory. Choose a name without a file, for instance "
             f"{path.with_suffix('')}."
         )
-    problem = ""
-    if target.samefile("."):  # once it is replaced, relative paths would lead nowhere
+    problem, here = "", Path(os.path.realpath("."))
+    others = sorted(set(os.listdir(target)) - {name for name in (_STAGE, PENDING) if _is_left(target / name)})
+    if target.samefile(here):
         problem = "the working directory"
-    elif not is_ours(target) and (others := sorted(os.listdir(target))):
+    elif here.is_relative_to(target):
+        problem = "a directory around the working directory"
+    elif os.path.ismount(target):
+        problem = "a mount point"
+    elif others and not is_step and not is_ours(target):
         problem = f"a directory with {others[0]!r} in it and no checkpoint of everygpu. Nothing was changed"
     if problem:
         raise CheckpointForeignError(
@@ -90,6 +109,8 @@ def must_be_writable(path: Path, caller: str) -> Iterator[None]:
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
     """Keep every other saver away until the block ends, in this process and in others; ends with its holder."""
+    if os.path.lexists(path) and not (stat.S_ISREG((found := path.lstat()).st_mode) and found.st_size == 0):
+        raise _in_the_way(path)
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(blocking=False)
@@ -109,119 +130,110 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(target: Path, *, is_file: bool = False, is_locked: bool = False) -> Iterator[Path]:
-    """Yield an empty directory or file beside the target; it takes the target's place when the block ends.
+    """Yield an empty directory, or the path of a file; what is written there replaces the target when the block ends.
 
-    Whenever the process dies, a complete checkpoint is under the target's name: the two are exchanged in one step
-    where the system can, else the old one is renamed first, to where `find_directory` looks. What others have put
-    beside the checkpoint goes along, such as a ``config.json``.
+    Whenever the process dies, the old one is whole, or the new one is. Files keep their modes.
     """
     for parent in reversed([target.parent, *target.parent.parents]):
         if not parent.exists():
             parent.mkdir(exist_ok=True)
             sync_path(parent.parent)
-    with nullcontext() if is_locked else hold_lock(_beside(target, "lock")):
-        new = _beside(target, "tmp")
-        if is_file:
-            _remove(new)
-            new.touch(exist_ok=False)
-        else:
-            clear_leftovers(target)
-            new.mkdir()
+    with nullcontext() if is_locked else hold_lock(_beside(target, LOCK)):
+        settle(target)
+        stage = target / _STAGE if target.is_dir() else _beside(target, _STAGE)
+        for place in (stage, target / PENDING):
+            if os.path.lexists(place):
+                raise _in_the_way(place)
+        stage.mkdir()
         try:
-            if target.exists():
-                shutil.copymode(target, new)
-            yield new
-            for entry in target.iterdir() if target.is_dir() and not is_file else ():
-                if is_file_of_ours(entry.name):
-                    continue
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.copytree(entry, new / entry.name, symlinks=True)
-                else:
-                    shutil.copy2(entry, new / entry.name, follow_symlinks=False)
-            sync_path(new)
-            _replace(new, target)
+            (stage / DOCUMENT).write_text(f'{{"format": "{FORMAT}"}}', encoding="utf-8")  # whose it is if we are killed
+            if target.exists():  # what only its owner may read stays so, also while it is written
+                stage.chmod(stat.S_IMODE(stage.stat().st_mode) & ~0o077)
+            yield stage / target.name if is_file else stage
+            if is_file:
+                _copy_mode(target, stage / target.name)
+                sync_path(stage / target.name)
+                os.replace(stage / target.name, target)
+                sync_path(target.parent)
+            else:
+                _complete(stage, target)
         finally:
-            _remove(new)
+            shutil.rmtree(stage, ignore_errors=True)
 
 
-def find_directory(path: Path) -> Path:
-    """Find the checkpoint under a path, also where a save was cut off between two renames."""
-    for _ in range(_LOOKS):
-        if path.exists():
-            return path
-        sleep(_LOOK_AGAIN_S)  # where directories can't be exchanged, a save may be between its two renames
-    replaced = _find_replaced(path)
-    if replaced is None:
-        raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path, or save one first.")
-    warn(f"load: {path} is missing, as a save was cut off; the one before it is taken.", stacklevel=4)
-    return replaced
+def settle(target: Path) -> None:
+    """Put the files of a complete save in place, and remove what a killed saver has left; no other may be saving."""
+    for stage in (target / _STAGE, _beside(target, _STAGE)):
+        if _is_left(stage):
+            shutil.rmtree(stage)
+    pending = target / PENDING
+    if is_pending(target):
+        new, old = files_in(pending), files_in(target)
+        for name in old - {DOCUMENT}:
+            # Without an index and digests, other programs see that something is missing, not files of two saves.
+            if name not in new or (name.endswith((SUMS, ".json")) and (pending / name).exists()):
+                (target / name).unlink(missing_ok=True)
+        for name in sorted(os.listdir(pending), key=lambda name: (name == DOCUMENT, name.endswith((SUMS, ".json")))):
+            if name == DOCUMENT:  # the last one, by which readers know of the others
+                sync_path(target)
+            os.replace(pending / name, target / name)
+    if _is_left(pending):
+        pending.rmdir()
 
 
-def clear_leftovers(target: Path) -> None:
-    """Remove what a saver that was killed has left, and put back what it had moved; no other may be saving there."""
-    if not target.exists() and (old := _find_replaced(target)) is not None:
-        os.rename(old, target)
-    _remove(_beside(target, "old"))
-    _remove(_beside(target, "tmp"))
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Give two paths each other's name in one step; tell whether the system and the file system can.
-
-    Source:
-        ``renameat2`` with ``RENAME_EXCHANGE``, which the os module lacks.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(second))
-
-
-def _replace(new: Path, target: Path) -> None:
-    """Give a directory or file the target's name, and take that back where it can't be made durable."""
-    are_directories = new.is_dir() and target.is_dir()  # a file replaces a file in one step anyway
-    is_exchanged = are_directories and exchange(new, target)
-    is_moved = are_directories and not is_exchanged
-    old = _beside(target, "old")
-    if is_moved:
-        os.rename(target, old)
+def _complete(stage: Path, target: Path) -> None:
+    """Make a directory the checkpoint, or take that back where it can't be made durable."""
+    place = target / PENDING if stage.parent == target else target
+    if place != target:
+        ours, document = files_in(target), target / DOCUMENT
+        for name in os.listdir(stage):
+            if name not in ours and os.path.lexists(target / name):
+                raise _in_the_way(target / name)
+            _copy_mode(target / name if name in ours else document, stage / name)
+        _copy_mode(target, stage)
+    sync_path(stage)
+    os.rename(stage, place)
     try:
-        if not is_exchanged:
-            os.replace(new, target)
-        sync_path(target.parent)
+        sync_path(place.parent)
     except BaseException:
-        if is_exchanged:
-            exchange(new, target)
-        elif target.is_dir() and not new.exists():
-            os.rename(target, new)
-        if is_moved:
-            os.rename(old, target)
+        _remove(target) if place == target else os.rename(place, stage)
         raise
-    if is_moved:
-        _remove(old)
-
-
-def _find_replaced(path: Path) -> Path | None:
-    """Find what a save that was cut off between its two renames has left of a missing checkpoint."""
-    old = _beside(Path(os.path.realpath(path)), "old")
-    return old if (old / DOCUMENT).exists() and not old.is_symlink() else None
-
-
-def _beside(target: Path, what: str) -> Path:
-    """Name what is next to a target: its ``lock``, what is being written (``tmp``), what was replaced (``old``)."""
-    return target.with_name(f".{target.name}.{what}")
+    try:
+        settle(target)
+    except OSError as error:
+        logger.warning("save: %s is saved; the next save puts its files in place: %s", target, error)
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove a checkpoint, but not what others have put there."""
+    names, left = files_in(path), path
+    if names.issuperset(os.listdir(path)):  # wherever the process dies, it is there as a whole or not at all
+        left = _beside(path, _STAGE)
+        os.rename(path, left)
+    for name in sorted(names, key=lambda name: name == DOCUMENT):
+        (left / name).unlink(missing_ok=True)
+    if not os.listdir(left):
+        left.rmdir()
+
+
+def _copy_mode(of: Path, to: Path) -> None:
+    if of.exists():
+        shutil.copymode(of, to)
+
+
+def _is_left(directory: Path) -> bool:
+    """Whether a saver that was killed has left a directory: it has our mark, or not a byte."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return is_marked(directory) or all(e.name == DOCUMENT and e.lstat().st_size == 0 for e in directory.iterdir())
+
+
+def _in_the_way(path: Path) -> CheckpointForeignError:
+    return CheckpointForeignError(f"{path} is in the way: it is not of everygpu. Nothing was changed; move it.")
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}{what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +260,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Tell whether a directory holds checkpoints of steps and is not one itself."""
+    """Whether a directory holds checkpoints of steps and is not one itself."""
     return path.is_dir() and not is_claimed(path) and bool(list_saved(path))
 
 
@@ -259,17 +271,17 @@ def list_saved(directory: Path) -> list[Saved]:
     """
     if not directory.is_dir():
         return []
-    paths = {entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)}
-    paths |= {path for path in list_interrupted(directory) if _find_replaced(path) is not None}
+    paths = [entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)]
     saved = [one for one in map(_look, paths) if one is not None]
     last_step = max((s.step for s in saved if s.is_readable), default=-1)
     return sorted(saved, key=lambda s: (not s.is_readable and s.step > last_step, s.serial, s.step), reverse=True)
 
 
-def list_interrupted(directory: Path) -> set[Path]:
-    """Name the checkpoints of which a killed saver has left something."""
+def settle_run(directory: Path) -> None:
+    """Settle all checkpoints of a run."""
     found = [_LEFT.fullmatch(entry.name) for entry in directory.iterdir()]
-    return {directory / match[1] for match in found if match}
+    for path in {saved.path for saved in list_saved(directory)} | {directory / left[1] for left in found if left}:
+        settle(path)
 
 
 def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
@@ -291,23 +303,23 @@ def rotate(directory: Path, keep: int, best: Best | None) -> None:
         stay |= {s.path for s in best_first(readable, *best[:2])[: best[2]]}
     for old in saved if len(readable) >= keep else ():
         if old.path not in stay and is_ours(old.path):
-            left = _beside(old.path, "tmp")  # wherever the process dies, it is there as a whole or not at all
-            os.rename(old.path, left)
-            _remove(left)
+            _remove(old.path)
 
 
 def _look(path: Path) -> Saved | None:
-    if path.is_symlink() or (path.exists() and not is_claimed(path)):
+    if path.is_symlink() or not is_claimed(path):
         return None
-    step = int(path.name.removeprefix("step-"))
+    step, problem = int(path.name.removeprefix("step-")), f"{path} has no place in a run."
     try:
-        run: Any = read_document(path if path.exists() else _beside(path, "old"))["run"]
+        document = read_document(path)
+        if "run" not in document:  # of everygpu.save
+            return None
+        run: Any = document["run"]
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
-        serial = int(run["serial"])
-        if serial < 0 or not all(map(math.isfinite, metrics.values())):
-            raise ValueError
-        return Saved(path=path, step=step, serial=serial, metrics=metrics)
+        if type(run["serial"]) is int and run["serial"] >= 0 and all(map(math.isfinite, metrics.values())):
+            return Saved(path=path, step=step, serial=run["serial"], metrics=metrics)
     except CheckpointError as error:
-        return Saved(path=path, step=step, metrics={}, problem=str(error))
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return Saved(path=path, step=step, metrics={}, problem=f"{path} has no place in a run.")
+        problem = str(error)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        pass
+    return Saved(path=path, step=step, metrics={}, problem=problem)

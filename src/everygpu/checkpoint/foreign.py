@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.format import cut, damaged, opened, read_json, read_safetensors
+from everygpu.checkpoint.format import cut, damaged, opened, read_json, read_safetensors, require_there
 from everygpu.checkpoint.parts import Contents, sort_document
-from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError, CheckpointNotFoundError
+from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError
 from everygpu.torch_private.core import unflatten
 
 METADATA = ".metadata"
@@ -61,8 +61,7 @@ def read_foreign(path: Path, section: str | None = None) -> Contents:
 
 def list_files(path: Path) -> tuple[Any, ...]:
     """Name a foreign checkpoint's format, what to read, and the files that it consists of."""
-    if not path.exists():
-        raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path.")
+    require_there(path)
     file = find_model_file(path) if path.is_dir() else path
     if file is None:
         names = sorted(entry.name for entry in path.iterdir())

@@ -1,8 +1,9 @@
-"""The files of a checkpoint, and the one function that tells a directory of ours.
+"""The files of a checkpoint, and what tells a directory and the files in it of ours.
 
 ``model.safetensors`` and ``training.safetensors`` hold the tensors, in shards with an index where they are larger than
 5 GB; ``checkpoint.json`` holds the format, the structure of what is no tensor, and where the checkpoint stands in its
-run; ``SHA256SUMS`` is written last, so that ``sha256sum -c`` verifies a checkpoint without us.
+run; ``SHA256SUMS`` is written last, so that ``sha256sum -c`` verifies a checkpoint without us. Where a save was cut off
+between the renames that put its files in place, the others are in the directory `PENDING`.
 """
 
 import hashlib
@@ -26,11 +27,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from everygpu.checkpoint.values import DTYPES, dtype_name
-from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
+from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, CheckpointNotFoundError
 
 FORMAT, VERSION = "everygpu", 1
 DOCUMENT, SUMS = "checkpoint.json", "SHA256SUMS"
 MODEL, TRAINING = "model", "training"
+PENDING = ".everygpu"
+"""In a checkpoint's directory: files of a complete save that are still to be put in place."""
 SHARD_BYTES = 5 * 10**9
 
 _HEAD = re.compile(rb'\s*\{\s*"format":\s*"everygpu"')
@@ -46,25 +49,49 @@ Files = Mapping[str, Mapping[str, Tensor]]
 _T = TypeVar("_T")
 
 
-def is_ours(path: Path) -> bool:
-    """Tell a checkpoint of ours, whole or damaged, by the format that its ``checkpoint.json`` names."""
-    with suppress(CheckpointDamagedError), opened(path / DOCUMENT) as file:
+def is_marked(directory: Path) -> bool:
+    """Whether the ``checkpoint.json`` of a directory names our format; the others in it may be damaged."""
+    with suppress(CheckpointDamagedError), opened(directory / DOCUMENT) as file:
         return _HEAD.match(file.read(100)) is not None
     return False
 
 
+def is_pending(directory: Path) -> bool:
+    """Whether a complete save has files that are still to be put in place."""
+    return is_marked(directory / PENDING) and not (directory / PENDING).is_symlink()
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory is a checkpoint of ours, whole or damaged."""
+    return is_marked(path) or is_pending(path)
+
+
 def is_claimed(path: Path) -> bool:
-    """Tell a directory to be read as ours: also one without a readable ``checkpoint.json``, which is an error then."""
-    if (path / DOCUMENT).exists():
+    """Whether to read a directory as ours: also one without a readable ``checkpoint.json``, which is an error then."""
+    if locate(path, DOCUMENT).exists():
         return True
-    with suppress(CheckpointDamagedError, UnicodeDecodeError), opened(path / SUMS) as file:
-        return f"  {DOCUMENT}\n" in file.read(_PIECE_BYTES).decode()
+    with suppress(CheckpointDamagedError):
+        return DOCUMENT in _read_sums(path)[0]
     return False
 
 
-def is_file_of_ours(name: str) -> bool:
-    """Tell whether a file in a checkpoint's directory belongs to the checkpoint."""
-    return name in (DOCUMENT, SUMS) or _TENSOR_FILE.fullmatch(name) is not None
+def locate(directory: Path, name: str) -> Path:
+    """Return where a file of a checkpoint is."""
+    pending = directory / PENDING / name
+    return pending if is_pending(directory) and pending.exists() else directory / name
+
+
+def files_in(directory: Path) -> set[str]:
+    """Name the files that the checkpoint in a directory lists as its own; all others belong to other programs."""
+    if not is_marked(directory):
+        return set()
+    names: set[str] = set()
+    with suppress(CheckpointDamagedError):
+        document = read_json(directory / DOCUMENT)
+        names |= set(document["files"] if isinstance(document.get("files"), dict) else ())
+    with suppress(CheckpointDamagedError):
+        names |= _read_sums(directory)[0].keys()
+    return {DOCUMENT, SUMS, *filter(_TENSOR_FILE.fullmatch, names)}
 
 
 def files_of(tensors: Files, num_writers: int = 1) -> dict[str, dict[str, Tensor]]:
@@ -96,8 +123,10 @@ def write_document(directory: Path, files: Files, digests: Mapping[str, str], do
     digests = dict(digests)
 
     def write_text(name: str, text: str) -> None:
-        (directory / name).write_text(text, encoding="utf-8")
-        sync_path(directory / name)
+        new = directory / f".{name}"  # renamed: checkpoint.json marks the directory as ours from its first moment on
+        new.write_text(text, encoding="utf-8")
+        sync_path(new)
+        os.replace(new, directory / name)
         digests[name] = hashlib.sha256(text.encode()).hexdigest()
 
     for stem in (MODEL, TRAINING):
@@ -119,7 +148,7 @@ def write_document(directory: Path, files: Files, digests: Mapping[str, str], do
 
 def read_document(directory: Path) -> dict[str, Any]:
     """Read ``checkpoint.json``, and see that the files it lists are there in full size."""
-    path = directory / DOCUMENT
+    path = locate(directory, DOCUMENT)
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointForeignError(
@@ -133,10 +162,10 @@ def read_document(directory: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(map(_TENSOR_FILE.fullmatch, files)):
         raise damaged(path, "lists files that no checkpoint has")
     for name, num_bytes in files.items():
-        with opened(directory / name) as file:
+        with opened(path := locate(directory, name)) as file:
             found = os.fstat(file.fileno()).st_size
         if found != num_bytes:
-            raise damaged(directory / name, f"has {found} bytes where {cut(num_bytes)} were written")
+            raise damaged(path, f"has {found} bytes where {cut(num_bytes)} were written")
     return document
 
 
@@ -147,21 +176,26 @@ def find_altered(
 
     def hash_file(name: str) -> str:
         digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
-        with opened(directory / name) as file:
+        with opened(locate(directory, name)) as file:
             while count := file.readinto(piece):  # type: ignore[attr-defined]
                 digest.update(piece[:count])
                 advance(count)
         return digest.hexdigest()
 
     wanted = {DOCUMENT, *document["files"]}
-    with opened(directory / SUMS) as file:
-        lines = file.read().decode(errors="replace").splitlines(keepends=True)
-    sums = {match[2]: match[1] for line in lines if (match := _SUM.fullmatch(line))}
-    if len(sums) != len(lines) or sums.keys() != wanted:
+    sums, num_lines = _read_sums(directory)
+    if len(sums) != num_lines or sums.keys() != wanted:
         return [damaged(directory / SUMS, f"doesn't list one digest of each of {', '.join(sorted(wanted))}")]
     found = zip(sorted(sums), side_by_side([partial(hash_file, name) for name in sorted(sums)]))
     what = f"was altered: its SHA-256 is not the one in {SUMS}"
     return [damaged(directory / name, what) for name, digest in found if digest != sums[name]]
+
+
+def _read_sums(directory: Path) -> tuple[dict[str, str], int]:
+    """Read the digests in ``SHA256SUMS`` by the names of their files, and the number of its lines."""
+    with opened(locate(directory, SUMS)) as file:
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    return {match[2]: match[1] for line in lines if (match := _SUM.fullmatch(line))}, len(lines)
 
 
 def read_tensors(directory: Path, document: Mapping[str, Any], stem: str) -> dict[str, Tensor]:
@@ -169,7 +203,7 @@ def read_tensors(directory: Path, document: Mapping[str, Any], stem: str) -> dic
     tensors: dict[str, Tensor] = {}
     for name in document["files"]:
         if name.startswith(stem) and name.endswith(".safetensors"):
-            tensors |= read_safetensors(directory / name)
+            tensors |= read_safetensors(locate(directory, name))
     return tensors
 
 
@@ -228,6 +262,12 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as cause:
         raise damaged(path, f"is no readable JSON ({cause})") from cause
+
+
+def require_there(path: Path) -> None:
+    """Refuse a path at which there is nothing."""
+    if not path.exists():
+        raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path, or save one first.")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -9,18 +10,21 @@ from warnings import warn
 
 from torch import Tensor
 
-from everygpu.checkpoint.directory import as_path, find_directory, is_run_directory, list_saved
+from everygpu.checkpoint.directory import as_path, is_run_directory, list_saved
 from everygpu.checkpoint.foreign import read_foreign
 from everygpu.checkpoint.format import (
     DOCUMENT,
     FORMAT,
     MODEL,
+    PENDING,
     TRAINING,
     damaged,
     find_altered,
     is_claimed,
+    locate,
     read_document,
     read_tensors,
+    require_there,
 )
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
@@ -127,9 +131,10 @@ def read_any(path: Path, *, verify: bool = True, section: str | None = None) -> 
         verify: Whether to compare every byte with its digest.
         section: The name of the state dict to take for the model's, where it is not the usual one.
     """
+    require_there(path)
     if is_run_directory(path):
         contents = _read_run(path, verify)
-    elif not path.exists() or is_claimed(path):
+    elif is_claimed(path):
         contents = _read_steadily(path, verify)
     else:
         contents = read_foreign(path, section)
@@ -167,27 +172,29 @@ def _read_run(path: Path, verify: bool) -> Contents:
 def _read_steadily(path: Path, verify: bool) -> Contents:
     """Read the checkpoint at the path; again, if a save replaced it meanwhile."""
     for _ in range(_MAX_READS):
-        directory = find_directory(path)
-        before = _stamp(directory)
+        before = _stamp(path)
         try:
-            contents = read_native(directory, verify)
+            contents = read_native(path, verify)
         except CheckpointError:
-            if _stamp(directory) == before:
+            if _stamp(path) == before:
                 raise
         else:
-            if _stamp(directory) == before:
+            if _stamp(path) == before:
                 return contents
     raise CheckpointBusyError(
         f"load: {path} was replaced {_MAX_READS} times while it was read. Load it while nothing is saving there."
     )
 
 
-def _stamp(directory: Path) -> tuple[int, int] | None:
-    try:
-        stat = (directory / DOCUMENT).stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
+def _stamp(directory: Path) -> list[object]:
+    """Return what changes when a save becomes the checkpoint, and when it puts a file in place."""
+    stamp: list[object] = []
+    with suppress(OSError):
+        stamp += sorted(os.listdir(directory / PENDING))
+    with suppress(OSError):
+        stat = locate(directory, DOCUMENT).stat()
+        stamp += [stat.st_ino, stat.st_mtime_ns]
+    return stamp
 
 
 def read_native(directory: Path, verify: bool = False) -> Contents:

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from everygpu.checkpoint.background import Background, SnapshotMemory, Taken
 from everygpu.checkpoint.directory import (
+    LOCK,
     Mode,
     as_path,
     best_first,
-    clear_leftovers,
     hold_lock,
-    list_interrupted,
     list_saved,
     must_be_writable,
     rotate,
+    settle_run,
     step_path,
 )
-from everygpu.checkpoint.format import cut, is_claimed
+from everygpu.checkpoint.format import cut, is_claimed, is_ours
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.save import (
     is_spread,
@@ -342,12 +342,13 @@ class CheckpointManager:
             )
         with must_be_writable(self.directory, "save"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            with hold_lock(self.directory / ".lock"):
-                for left in list_interrupted(self.directory):
-                    clear_leftovers(left)
-                serial = max((s.serial for s in list_saved(self.directory)), default=-1) + 1
-                run = {"step": step, "serial": serial, "metrics": metrics}
-                write_checkpoint(step_path(self.directory, step), taken, run)
+            with hold_lock(self.directory / LOCK):
+                settle_run(self.directory)
+                saved, path = list_saved(self.directory), step_path(self.directory, step)
+                if is_ours(path) and path not in (s.path for s in saved):
+                    raise CheckpointForeignError(f"save: {path} is a checkpoint, but not of a run. Move it.")
+                run = {"step": step, "serial": max((s.serial for s in saved), default=-1) + 1, "metrics": metrics}
+                write_checkpoint(path, taken, run)
                 keep, best = (1, None) if self._is_clearing else (self.keep, self._best)
                 rotate(self.directory, keep, best)
                 self._is_clearing = False

@@ -51,8 +51,8 @@ def save(
     """Save a training run to a directory, so that either the old checkpoint or the new one is there.
 
     The directory holds ``model.safetensors``, ``training.safetensors`` (all other tensors), ``checkpoint.json``
-    (structure, plain values, random states) and ``SHA256SUMS``. It is written beside the path as ``.NAME.tmp``,
-    synced, and takes the place of the old one in one step. Other files in the old directory stay, such as the
+    (structure, plain values, random states) and ``SHA256SUMS``. They are written beside their places and synced, and
+    replace those of the old checkpoint when all are complete. Other files in the directory are left alone, such as the
     ``config.json`` by which Transformers reads ``model.safetensors``::
 
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
@@ -78,8 +78,8 @@ def save(
     Raises:
         CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load`;
             nothing was written.
-        CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
-            left alone.
+        CheckpointForeignError: something else than a checkpoint is at the path, or a file of others has the name of one
+            to write, or it is a mount point, the working directory or one around it; it is left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
         CheckpointBusyError: another saver is writing to the path; its save goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
@@ -184,8 +184,8 @@ def wait_for_devices(taken: Taken) -> None:
 def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = None) -> Path:
     """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
-    is_locked = run is not None  # by the run's manager
-    with must_be_writable(path, "save"), replacing(resolve_target(path), is_locked=is_locked) as directory:
+    is_step = run is not None  # of a run, whose manager has a lock
+    with must_be_writable(path, "save"), replacing(resolve_target(path, is_step), is_locked=is_step) as directory:
         if (group := taken.group) is not None:
             group.leave_note(f"{taken.key}: directory", str(directory))
         digests = write_tensors(directory, _own_files(taken))

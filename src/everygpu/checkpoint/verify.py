@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from everygpu.checkpoint.directory import find_directory, is_run_directory, list_saved
+from everygpu.checkpoint.directory import is_run_directory, list_saved
 from everygpu.checkpoint.foreign import find_archive_fault, list_files, read_foreign
-from everygpu.checkpoint.format import FORMAT, find_altered, is_claimed, read_document
+from everygpu.checkpoint.format import FORMAT, find_altered, is_claimed, read_document, require_there
 from everygpu.checkpoint.load import read_native
 from everygpu.errors import CheckpointError
 
@@ -29,9 +29,9 @@ def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
         saved = [one.path for one in list_saved(path)]
         words = f"{FORMAT}, {len(saved)} checkpoint{'s' * (len(saved) > 1)} of a run; SHA-256"
         return _report(words, saved, [fault for one in saved for fault in _faults_of_ours(one, advance)])
-    if not path.exists() or is_claimed(path):
-        directory = find_directory(path)
-        return _report(f"{FORMAT}; SHA-256", [directory], _faults_of_ours(directory, advance))
+    require_there(path)
+    if is_claimed(path):
+        return _report(f"{FORMAT}; SHA-256", [path], _faults_of_ours(path, advance))
     faults = []
     try:
         words, _, *files = list_files(path)
