@@ -122,6 +122,14 @@ def test_private_torch_is_found(line, tmp_path):
     assert len(private_names(tmp_path / "module.py")) == 1
 
 
+def test_no_source_text_is_read():
+    """No result may rest on how code is written."""
+    names = ("getsource", "getsourcelines", "findsource", "getcomments", "linecache")
+    nodes = [(name, node) for name, tree in trees().items() for node in ast.walk(tree)]
+    used = {(name, getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))) for name, node in nodes}
+    assert {(name, found) for name, found in used if found in names} == set()
+
+
 PYTHONS_OWN = {"_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 
 

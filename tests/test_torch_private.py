@@ -42,6 +42,25 @@ def test_a_torch_that_is_newer_than_those_tried_is_told(version, tried):
     assert torch_private.is_tried(version) is tried
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 2)])
+def test_nll_losses(shape):
+    scores, classes = torch.randn(shape, requires_grad=True), torch.tensor([0, -100, 2, 1])
+    target, weight = classes.view(shape[:1] + shape[2:]), torch.tensor([1.0, 2.0, 3.0])
+    loss = nn.functional.cross_entropy(scores, target, weight)
+    found = core.nll_loss_of(loss.grad_fn)
+    assert isinstance(found, core.NllLoss)
+    assert (found.ignore_index, found.is_mean, found.total_weight.item()) == (-100, True, 6)
+    assert torch.equal(found.target.flatten(), target.flatten())
+    assert torch.equal(found.weight, weight)
+    assert core.nll_loss_of((2 * loss).grad_fn) is core.nll_loss_of(None) is None
+    summed = nn.functional.nll_loss(scores, target.clamp(min=0), reduction="sum", ignore_index=2)
+    assert core.nll_loss_of(summed.grad_fn)[2:4] == (2, False)
+    loss.backward()
+    assert core.nll_loss_of(loss.grad_fn) is None
+    loss = checkpoint(nn.functional.cross_entropy, scores, target, use_reentrant=False)
+    assert core.nll_loss_of(loss.grad_fn) is None
+
+
 def test_attributes():
     x, layer, loader = torch.ones(2), nn.Linear(1, 1), DataLoader([1])
     iterator = iter(DataLoader([1]))

@@ -13,6 +13,7 @@ from everygpu.torch_private.core import are_transforms_active, is_transforming
 
 if TYPE_CHECKING:
     from everygpu.parallel.replicas.replica_set import ReplicaSet
+    from everygpu.parallel.scatter.denominator import LabelCheck
     from everygpu.parallel.scatter.scatter import Lent
 
 
@@ -27,9 +28,13 @@ class Call:
     rows: tuple[int, ...] | None
     """Of the batch; None when the call has no tensor to cut, or somebody else has cut it."""
     weights: Sequence[float] | None
-    """How much a result for all of a replica's rows counts beside the others'; None where that isn't known."""
-    counts_alike: bool = False
-    """Whether all results count alike, as the caller normalizes them: the call came with an entry per device."""
+    """How much a result for all of a replica's rows counts beside the others'; None where that isn't known.
+
+    ``RowWeights`` where the result itself may say otherwise; alike where the caller normalizes them, as the call came
+    with an entry per device.
+    """
+    label_check: "LabelCheck | None" = None
+    """What warns of results that may count otherwise."""
     lent: Sequence["Lent"] = ()
     """Tensors whose shares are the replicas' inputs, which may write to them."""
     modules: tuple[nn.Module, ...] = ()

@@ -36,6 +36,7 @@ from everygpu.parallel.replicas.module_tree import check_module, place_module, w
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
+from everygpu.parallel.scatter.denominator import LabelCheck
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
@@ -120,7 +121,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     _transient = frozenset(
         {"_replicas", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
-         "_ids", "_first_parameter"}
+         "_ids", "_first_parameter", "_label_check"}
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
     """One per replica; ``device_ids`` names them as torch does."""
@@ -195,6 +196,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     def _prepare(self) -> None:
         self._ids = self.device_ids
         self._replicas: ReplicaSet | None = None
+        self._label_check = LabelCheck("DataParallel")
         self._fresh: set[int] | None = None  # within ``frozen``: the replicas that are up to date
         self._has_told = False
         overrides = overridden(self)
@@ -342,6 +344,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
         call.modules, call.method, call.pad_value = tuple(modules), method, pad_value
+        call.label_check = self._label_check if self._label_check.is_due() else None
         return PerReplica(outputs, call)
 
     def _forward_alone(self, inputs: Any, kwargs: Any, method: str | None = None, _: float | None = None) -> Any:
@@ -390,9 +393,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if not is_ours and (own := self._positions_of(devices)):
             call.positions = tuple(own[p] for p in call.positions)
         self._lock.lent = call.lent if self._lock.is_inside() else ()  # an override may return other lists
-        is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
-        if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
-            weigh_shares(call, self.weight_rule, self.module, self.replica_devices[0])
+        if self.weight_rule is not None and len(call.positions) > 1 and self.gather_rule == "sharded":
+            weigh_shares(call, self.weight_rule, self.replica_devices[0])
         return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:

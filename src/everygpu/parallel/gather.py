@@ -25,6 +25,7 @@ from everygpu.parallel.scatter.batch_types import (
     move_tree,
     open_known,
 )
+from everygpu.parallel.scatter.batch_weight import weigh_results
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 logger = logging.getLogger("everygpu")
@@ -121,6 +122,8 @@ class Joiner:
             if any(t.numel() != 1 for t in tensors) or max(self.rows or (1,)) < 2:
                 weights = None
         if is_sharded:
+            if weights is not None and self.call is not None:
+                weights = weigh_results(self.call, tensors, target)
             return shard_batch(entries, target, dim, weights)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
 

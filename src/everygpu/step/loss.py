@@ -1,6 +1,5 @@
 """A step's arguments, the loss among what model and loss return, and how much each batch counts in an update."""
 
-import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
+from everygpu.parallel.scatter.denominator import LabelCheck, denominator_of, note_denominator
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.torch_private.core import will_execute
 
@@ -75,7 +75,10 @@ def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
     if not isinstance(loss, Tensor):
         raise LossError(f"TrainStep: the loss must be a tensor, got {type(loss).__qualname__}.")
     if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
-        return loss.mean()  # one number per replica, weighed by rows
+        mean, counted = loss.mean(), denominator_of(loss)  # of one number per replica
+        if counted is not None and mean.grad_fn is not None:
+            note_denominator(mean, counted)
+        return mean
     if loss.numel() != 1:
         first = "Return it first, or as {'loss': ...}; or take its mean." if is_models else None
         raise LossError(
@@ -138,16 +141,17 @@ class BatchWeights:
     def __init__(self, weight: Weight | None, model: DataParallel, loss: Any) -> None:
         self._group = None if model.rank_model is None else model.rank_model.group
         self._home = model.replica_devices[0]
-        self._weigh = functools.partial(
-            weigh_batch, weight, "TrainStep", module=model.module, loss=loss, dim=model.dim,
-            num_devices=len(model.device_ids),
-        )  # fmt: skip
+        self._weight, self._loss = weight, loss
+        self._dim, self._num_devices = model.dim, len(model.device_ids)
+        self._check = LabelCheck("TrainStep")
         self._accumulate = 1
         self._is_needed = False
         self._unit: float | None = None  # gradients stay in the range that they have with one batch
         wide = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
         self._share = torch.ones((), dtype=wide, device=self._home)
         self._written = 1.0
+        self._is_seen = False
+        """Whether it is known only after forward what batches count, and then on the device."""
         self._here: float | Tensor = 1.0
         self._all: float | Tensor = 1.0
         self._total: float | Tensor = 0.0
@@ -160,18 +164,39 @@ class BatchWeights:
             return
         if self._group is not None:
             self._group.first_batch.compare(self._group, batch)
-        self._here = here = self._count(batch)
-        if self._group is None:
-            self._all = here
-        if self._unit is None:
+        self._here = self._count(batch)
+        if self._unit is not None:
+            self._write(self._here)
+
+    def see(self, batch: Batch, loss: Tensor) -> None:
+        """Count the batch by its loss, where that says more: torch may have computed it as a mean over labels."""
+        if not self._is_needed:
+            return
+        here, is_known = self._here, self._weight is not None or isinstance(self._here, Tensor)
+        seen = None if is_known else denominator_of(loss)
+        if seen is not None:
+            here, self._is_seen = seen.to(self._home, self._share.dtype), True
+        elif not is_known and self._check.is_due() and (warn := self._check.look([batch], [[loss]])) is not None:
+            warn()
+        is_first = self._unit is None
+        if is_first:
             self._unit = self._find_unit(here)
-        share = here / self._unit
+        if is_first or seen is not None:  # else a recording would keep the number
+            self._write(here)
+
+    def _write(self, here: float | Tensor) -> None:
+        share = here / (self._unit or 1.0)
         if isinstance(share, Tensor):
             self._share.copy_(share)
             self._written = float("nan")
-        elif share != self._written:
+        elif share != self._written or self._is_seen:  # a launch may have written since
             self._share.fill_(share)
             self._written = share
+
+    @property
+    def _counted(self) -> float | Tensor:
+        """How much the batch counts, once its forward was run or launched."""
+        return self._share * (self._unit or 1.0) if self._is_seen else self._here
 
     def seed(self, loss: Tensor) -> Tensor:
         """Return the loss's own gradient, with which backward begins; 0 for a batch without rows, whose mean is nan."""
@@ -185,9 +210,10 @@ class BatchWeights:
 
     def mean(self, loss: Tensor, flags: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the loss over all ranks' rows of the batch that was begun, and the sum of flags that travel along."""
+        self._all = here = self._counted
         if self._group is None:
             return loss, flags
-        dtype, here = torch.promote_types(loss.dtype, torch.float32), self._here
+        dtype = torch.promote_types(loss.dtype, torch.float32)
         if isinstance(here, Tensor):
             numbers = here.to(loss.device, dtype).repeat(2)
         else:  # no copy from the host, which waits for what is queued there
@@ -221,7 +247,9 @@ class BatchWeights:
         self._total = 0.0
 
     def _count(self, batch: Batch) -> float | Tensor:
-        found = self._weigh(*batch)
+        found = weigh_batch(
+            self._weight, "TrainStep", *batch, loss=self._loss, dim=self._dim, num_devices=self._num_devices
+        )
         return found.to(self._home, self._share.dtype) if isinstance(found, Tensor) else found
 
     def _find_unit(self, here: float | Tensor) -> float:

@@ -313,6 +313,7 @@ class TrainStep:
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
+                self._weights.see(batch, loss)
                 if before:
                     put_back_unless_finite(before, self._weights.leave_out_empty(loss))
                 if update is not None and self._finite_check.is_on:

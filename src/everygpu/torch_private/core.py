@@ -5,7 +5,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed
@@ -128,6 +128,37 @@ def will_execute(node: Node) -> bool:
 def after_backward(function: Callable[[], None]) -> None:
     """Have the backward that is running call a function when all else is done, as DistributedDataParallel does."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class NllLoss(NamedTuple):
+    """What ``nll_loss``, in which ``cross_entropy`` of classes ends, has saved for its backward."""
+
+    target: Tensor
+    weight: Tensor | None
+    """Of each class."""
+    ignore_index: int
+    is_mean: bool
+    total_weight: Tensor
+    """What its mean is divided by, in the dtype of the loss."""
+
+
+def nll_loss_of(node: Node | None) -> NllLoss | None:
+    """Return what an autograd node has saved if it is ``nll_loss``'s, for which torch has no public name.
+
+    None also where saved-tensor hooks have packed it, as a checkpoint's would compute it again, and after a backward.
+    """
+    if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0"):
+        return None
+    found: Any = node
+    try:
+        saved = (found._raw_saved_target, found._raw_saved_weight, found._raw_saved_total_weight)
+        if any(x.unpack_hook is not None for x in saved):
+            return None
+        ignore_index = (found._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch shows it without its sign
+        is_mean = found._saved_reduction == 1
+        return NllLoss(found._saved_target, found._saved_weight, ignore_index, is_mean, found._saved_total_weight)
+    except RuntimeError:  # freed, or written since
+        return None
 
 
 def is_transforming() -> bool:

@@ -4,6 +4,7 @@ Replicas have the same Python state, so Dynamo traces the others to the graphs t
 its own device: what was compiled for the first serves them all.
 """
 
+import inspect
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGraph
-from everygpu.parallel.compiler.recordable_graph import inputs_of, value_of
+from everygpu.parallel.compiler.recordable_graph import inputs_of, is_written, value_of
+from everygpu.parallel.scatter.denominator import are_classes, count_kept, note_denominator
 
 
 class CompileOnce:
@@ -22,20 +25,34 @@ class CompileOnce:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._known: dict[Hashable, tuple[torch.device, Callable[..., Any]]] = {}
+        self._known: dict[Hashable, tuple[torch.device, Callable[..., Any], Callable[..., Any]]] = {}
         self._is_sharing = threading.local()
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> Callable[..., Any]:
         home = _home_of(graph)
         key = _key_of(graph, home) if getattr(self._is_sharing, "now", False) else None
         if key is None:
-            return self._backend(graph, example_inputs)
+            return self._compile(graph, example_inputs)[1]
         known = self._known.get(key)
-        if known is not None and _serves(*known, home):
-            return known[1]
+        if known is not None and _serves(*known[:2], home):
+            return known[2]
+        function, run = self._compile(graph, example_inputs)
+        self._known.setdefault(key, (home, function, run))
+        return run
+
+    def _compile(self, graph: Any, example_inputs: list[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return what the backend makes of a graph, and what Dynamo is to call."""
+        num, places = _return_denominators(graph)
         function = self._backend(graph, example_inputs)
-        self._known.setdefault(key, (home, function))
-        return function
+
+        def run(*inputs: Any) -> Any:
+            outputs = function(*inputs)
+            for i, place in places.items():
+                if outputs[i].grad_fn is not None:
+                    note_denominator(outputs[i], outputs[place])
+            return outputs[:num]
+
+        return function, run if places else function
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
@@ -45,6 +62,45 @@ class CompileOnce:
             yield
         finally:
             self._known, self._is_sharing.now = {}, False
+
+
+def _return_denominators(graph: Any) -> tuple[int, dict[int, int]]:
+    """Have a graph also return what its losses are the mean of, as eager ones' autograd nodes say.
+
+    Returns:
+        How many outputs it had, and which of them is the mean of which output now.
+    """
+    output = graph.graph.output_node()
+    results, places = list(output.args[0]), {}
+    num = len(results)
+    for i, node in enumerate(results[:num]):
+        while getattr(node, "target", None) in _SAME_VALUE and not is_written(node):
+            node = node.args[0]
+        counted = _targets_of(node)
+        if counted is not None:
+            places[i] = len(results)
+            with graph.graph.inserting_after(node):  # the targets may be written later
+                results.append(graph.graph.call_function(count_kept, counted))
+    if places:
+        output.args = (tuple(results),)
+        graph.recompile()
+    return num, places
+
+
+_SAME_VALUE = {"unsqueeze", "squeeze", "view", "reshape", "clone", "contiguous", "float", "double"}
+"""Methods that leave a single number as it is."""
+
+
+def _targets_of(node: Any) -> tuple[Any, int, Any] | None:
+    """Return what ``count_kept`` takes for a node that is a mean loss of classes."""
+    function = getattr(node, "target", None)
+    if function not in (F.cross_entropy, F.nll_loss) or is_written(node):
+        return None
+    call = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+    is_mean = call.get("reduction", "mean") == "mean" and call.keys().isdisjoint(("size_average", "reduce"))
+    if not is_mean or not are_classes(value_of(call["target"])):
+        return None
+    return call["target"], call.get("ignore_index", -100), call.get("weight")
 
 
 def _serves(home: torch.device, function: Callable[..., Any], device: torch.device) -> bool:

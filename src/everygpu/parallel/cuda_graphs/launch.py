@@ -15,6 +15,7 @@ from everygpu.parallel.buckets import Streams, Use, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
+from everygpu.parallel.scatter.denominator import note_denominator
 from everygpu.parallel.sharded.functions import mark_recorded
 from everygpu.torch_private.core import are_batched
 
@@ -83,6 +84,8 @@ class RecordedPass:
     call: Call
     slots: list[Tensor]
     """The tensors in the outputs, in order, then those in ``Opaque``s; they have the values of the last launch."""
+    denominators: dict[int, Tensor]
+    """What those are divided by that are means of known targets."""
     num_plain: int
     """How many are in no ``Opaque``."""
     differentiable: list[bool]
@@ -117,6 +120,8 @@ class Launch:
         anchor, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
         if sum(self.recorded.differentiable) > len(devices):  # more than one output of each replica
             mark_recorded(anchor.grad_fn)
+        for i, total in self.recorded.denominators.items():
+            note_denominator(tensors[i], total.clone())
         num_plain = self.recorded.num_plain
         plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
 

@@ -40,6 +40,7 @@ from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.parallel.scatter.denominator import denominator_of
 from everygpu.parallel.sharded.functions import mark_alias
 from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.core import after_backward, backward_id, is_transforming
@@ -321,6 +322,8 @@ class RecordedForward(Recordable[PerReplica]):
         num_plain = len(slots)
         slots += [t for x in leaves if isinstance(x, Opaque) for t in x.tensors]
         check_graph(slots, self.sync.params, prepared.leaves, self._module())
+        seen = {i: denominator_of(slots[i]) for i in used}
+        denominators = {i: total for i, total in seen.items() if total is not None}
         begun = [slots[i] for i in used]
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
         watched = find_watched(begun, [*kept.values(), *batch.tensors()])
@@ -330,6 +333,7 @@ class RecordedForward(Recordable[PerReplica]):
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
             call=replace(call, args=(), kwargs=(), modules=()),
             slots=[t.detach() for t in slots],
+            denominators=denominators,
             num_plain=num_plain,
             differentiable=[t.requires_grad for t in slots],
             used=used,
@@ -379,7 +383,11 @@ class RecordedForward(Recordable[PerReplica]):
             group.put_back(row, home)
         at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
         with in_place_of(self._module(), at_home):
-            return self._context.run(self._replicas, args, kwargs)
+            outputs = self._context.run(self._replicas, args, kwargs)
+        for _, x in tree.leaves(list(outputs), "out"):
+            if isinstance(x, Tensor):
+                denominator_of(x)  # what has to be computed for it is recorded
+        return outputs
 
     def _record_backward(
         self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]

@@ -31,6 +31,7 @@ from everygpu.parallel.scatter.row_count import (
 )
 from everygpu.parallel.scatter.split import Replicated, Split, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
+from everygpu.parallel.sharded.layout import RowWeights
 from everygpu.torch_private.core import keep_version
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -109,8 +110,7 @@ def scatter_call(
         args=tuple(tuple(share[: len(args)]) for share in shares),
         kwargs=tuple(dict(zip(kwargs, share[len(args) :])) for share in shares),
         rows=rows,
-        weights=(1,) * len(positions) if rows is None or cutter.has_entries else rows,
-        counts_alike=cutter.has_entries,
+        weights=(1,) * len(positions) if rows is None or cutter.has_entries else RowWeights(rows),
         lent=cutter.lent,
     )
 

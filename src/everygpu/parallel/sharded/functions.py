@@ -263,7 +263,7 @@ def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | N
     factors: tuple[float | Tensor, ...] = (1 / count if is_mean else 1.0,) * len(layout.sizes)
     if is_mean and isinstance(layout.weights, DeviceWeights):
         with layout.on_streams():
-            shares = layout.weights.shares(layout.sizes) * (layout.num_rows / count)
+            shares = layout.weights.shares() * (layout.num_rows / count)
             factors = tuple(map(move, shares.unbind(), layout.devices))
     elif is_mean and sum(layout.weights or ()) > 0:
         factors = tuple(share * layout.num_rows / count for share in layout.shares)

@@ -4,9 +4,10 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,18 @@ from everygpu.parallel.buckets import NOTHING, Streams
 class DeviceWeights(Sequence[float]):
     """Weights of results per replica that are still being computed: only reading one as a number waits for them."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, rows: tuple[int, ...] = ()) -> None:
+        self.tensor, self.rows = tensor, rows
+        self.on_mean: Callable[[], None] | None = None
+        self.on_mixed: Callable[[Tensor], None] | None = None
         self._numbers: tuple[float, ...] | None = None
 
-    def shares(self, sizes: Sequence[int]) -> Tensor:
-        """Return each one's share of the whole, on the device; that of its size where all are 0."""
-        are_any = self.tensor.sum() > 0
-        # Sizes as numbers: a tensor of them would be copied from the host, which a recording can't.
-        counts = torch.stack([torch.where(are_any, x, n) for x, n in zip(self.tensor.unbind(), sizes)])
-        return counts / counts.sum()
+    def shares(self) -> Tensor:
+        """Return each one's share of the whole, on the device; all alike where all weights are 0."""
+        if self.on_mean is not None:
+            self.on_mean()
+        total = self.tensor.sum()
+        return torch.where(total > 0, self.tensor / total, 1 / len(self.tensor))
 
     def _read(self) -> tuple[float, ...]:
         if self._numbers is None:
@@ -45,6 +48,44 @@ class DeviceWeights(Sequence[float]):
         return self is other or (isinstance(other, (tuple, DeviceWeights)) and tuple(self) == tuple(other))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class RowWeights(tuple[int, ...]):
+    """The rows of results per replica, by which they count where it isn't known what they are the mean of."""
+
+    on_mean: Callable[[], None] | None = None
+    """Called where a mean is taken by them."""
+    on_mixed: Callable[[Tensor], None] | None = None
+    """Called where a mean is taken of results of several weights, with whether these differ."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self
+
+
+def mix_weights(a: Sequence[float] | None, b: Sequence[float] | None) -> Sequence[float] | None:
+    """Return how much results count that were computed from results by both weights; None where nothing says it.
+
+    Weights of one call's results that differ leave the rows.
+    """
+    if a is b or b is None:
+        return a
+    kinds = DeviceWeights, RowWeights
+    if a is None or not (isinstance(a, kinds) and isinstance(b, kinds) and a.rows and a.rows == b.rows):
+        return b if a is None or a == b else None
+    if isinstance(a, RowWeights) and isinstance(b, RowWeights):
+        return a
+    x, y = (w.tensor if isinstance(w, DeviceWeights) else _fill_alike(w, other) for w, other in ((a, b), (b, a)))
+    differ = (x * y.sum() != y * x.sum()).any()
+    mixed = DeviceWeights(torch.stack([torch.where(differ, n, each) for each, n in zip(x.unbind(), a.rows)]), a.rows)
+    mixed.on_mixed = a.on_mixed
+    mixed.on_mean = None if a.on_mixed is None else partial(a.on_mixed, differ)
+    return mixed
+
+
+def _fill_alike(numbers: Sequence[float], like: Any) -> Tensor:
+    # A tensor of numbers would be copied from the host, which a recording can't.
+    return torch.stack([torch.full_like(x, n) for x, n in zip(like.tensor.unbind(), numbers)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +112,8 @@ class ShardLayout:
     @property
     def shares(self) -> tuple[float, ...]:
         """Weight of each part in a mean over the rows; they sum to 1."""
+        if isinstance(self.weights, RowWeights) and self.weights.on_mean is not None:
+            self.weights.on_mean()
         counts = self.weights if self.weights and sum(self.weights) else self.sizes
         return tuple(n / sum(counts) for n in counts)
 
@@ -100,7 +143,7 @@ def layout_of(
         home=home,
         devices=tuple(devices),
         sizes=tuple(sizes),
-        weights=weights if weights is None or isinstance(weights, DeviceWeights) else tuple(weights),
+        weights=weights if isinstance(weights, (DeviceWeights, RowWeights, type(None))) else tuple(weights),
         home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
         streams=Streams(*(d for d in devices if d != home)),
     )

@@ -7,6 +7,7 @@ on the joined tensor. Declining is always correct.
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from everygpu.parallel.sharded.batch import (
     wrap,
 )
 from everygpu.parallel.sharded.dispatch import Args, Declined, Kwargs, Rule, named, rules_for, written_arguments
-from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
+from everygpu.parallel.sharded.layout import ShardLayout, mix_weights, move, move_to_each, same_rows, split
 from everygpu.torch_private.core import reading_lazy_values
 
 HALF = (torch.float16, torch.bfloat16)
@@ -56,10 +57,11 @@ def spec_of(values: Iterable[Any]) -> ShardSpec:
             found = ShardSpec(layout, from_right)
         elif from_right != found.from_right or not same_rows(layout, found.layout):
             raise Declined
-        elif layout.weights is not None and layout.weights != found.layout.weights:
-            if found.layout.weights is not None:
+        elif layout.weights is not None and layout.weights is not found.layout.weights:
+            weights = mix_weights(found.layout.weights, layout.weights)
+            if weights is None:
                 raise Declined
-            found = ShardSpec(layout, from_right)
+            found = ShardSpec(replace(layout, weights=weights), from_right)
     if found is None:
         raise Declined
     return found
