@@ -323,6 +323,12 @@ def test_without_gradients_nothing_is_seen_so_rows_count(said):
         assert not said.records
 
 
+@pytest.mark.parametrize("name", ["function", "unsqueezed", "in a dict"])
+def test_a_loss_of_a_single_row_is_no_row(name):
+    found, expected, _ = compare(SEEN[name], mean, 3, batch=batch_of(3))
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_losses_of_different_means_that_are_added_say_so(said):
     def two(m, z, y):
         return {

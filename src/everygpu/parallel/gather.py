@@ -26,6 +26,7 @@ from everygpu.parallel.scatter.batch_types import (
     open_known,
 )
 from everygpu.parallel.scatter.batch_weight import weigh_results
+from everygpu.parallel.scatter.denominator import denominator_of
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 logger = logging.getLogger("everygpu")
@@ -118,8 +119,9 @@ class Joiner:
             entries = self._filled(entries)
             self._check_shapes([tuple(t.shape) for t in entries], path)
             self._look_for_rows(tensors, path)
-            # One number per replica, as a loss of shape (1,), is no row; with one row each, the two are equal.
-            if any(t.numel() != 1 for t in tensors) or max(self.rows or (1,)) < 2:
+            # One number per replica, as a loss of shape (1,), is no row; with one row each, only a loss counts otherwise.
+            is_row = max(self.rows or (1,)) < 2 and any(denominator_of(t) is None for t in tensors)
+            if is_row or any(t.numel() != 1 for t in tensors):
                 weights = None
         if is_sharded:
             if weights is not None and self.call is not None:
