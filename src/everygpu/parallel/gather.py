@@ -119,7 +119,7 @@ class Joiner:
             entries = self._filled(entries)
             self._check_shapes([tuple(t.shape) for t in entries], path)
             self._look_for_rows(tensors, path)
-            # One number per replica, as a loss of shape (1,), is no row; with one row each, only a loss counts otherwise.
+            # One number per replica, as a loss of shape (1,), is no row; with one row each, rows count alike.
             is_row = max(self.rows or (1,)) < 2 and any(denominator_of(t) is None for t in tensors)
             if is_row or any(t.numel() != 1 for t in tensors):
                 weights = None
