@@ -1,5 +1,6 @@
 """Loaders that ranks read, and what they read of them; run in each rank by tests of feed and checkpoint."""
 
+import itertools
 import logging
 import pickle
 import random
@@ -11,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
-from everygpu.errors import RankError
+from everygpu.errors import CheckpointMismatchError, RankError
+from everygpu.ranks.group import join
 from everygpu.ranks.membership import find_membership
 from tests.feed.loaders import Peeking
 
@@ -156,6 +158,26 @@ def sharded_passes():
     return found
 
 
+def split_and_resumed(state):
+    """What a rank's own part, in the middle of an epoch, says of a position, and what it reads after its own."""
+    data = wrapped(DataLoader(Numbers(20 + place()[0]), 2), "thread", sharded=True)
+    try:
+        if state is not None:
+            data.load_state_dict(state)
+    except CheckpointMismatchError as error:
+        return str(error)
+    read = [numbers_in(batch) for batch in itertools.islice(data, 3)]
+    state = join().broadcast_object(data.state_dict())
+    again = wrapped(DataLoader(Numbers(20 + place()[0]), 2), "thread", sharded=True)
+    again.load_state_dict(state)
+    read += [numbers_in(batch) for batch in again]
+    other = wrapped(DataLoader(Numbers(22 + place()[0]), 2), "thread", sharded=True)
+    try:
+        other.load_state_dict(state)
+    except CheckpointMismatchError as error:
+        return state, read, str(error)
+
+
 def left_early():
     """A pass that all ranks leave, with batches prepared ahead, and the one after it."""
     data = wrapped(DataLoader(Stream(part(*place())), 2), "thread", sharded=True)
@@ -248,6 +270,7 @@ def meters():
 def everything(saved):
     return {
         "resumed": resumed_runs(saved, 1),
+        "split": split_and_resumed(None),
         "passes": all_passes(),
         "sharded": sharded_passes(),
         "dropout": dropout(),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import everygpu
 from everygpu import DataParallel, Feeder, Replicated, ShardedBatch, gather
@@ -110,8 +110,11 @@ class TestTargets:
         torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=1e-7)
 
     def test_what_is_iterated_by_index_alone(self):
-        dataset = TensorDataset(torch.arange(3.0))
-        assert [x.item() for (x,) in Feeder(dataset, "cpu")] == [0, 1, 2]
+        class Batches:
+            def __getitem__(self, i):
+                return [torch.ones(2), torch.zeros(2)][i]
+
+        assert [x.tolist() for x in Feeder(Batches(), "cpu")] == [[1, 1], [0, 0]]
 
 
 class TestBatches:
@@ -241,6 +244,22 @@ class TestLoaders:
         feed.close()
 
 
+class Counted(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_what_scripts_ask_of_a_loader_is_that_loaders():
+    loader = numbered(10, batch_size=4, drop_last=True, num_workers=2)
+    feeder = Feeder(loader, nn.Sequential(*[nn.Linear(3, 3)] * 30))
+    names = ("dataset", "batch_size", "num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn")
+    assert [getattr(feeder, name) for name in names] == [getattr(loader, name) for name in names]
+    assert len(feeder.dataset) == 10
+    assert repr(feeder) == "Feeder(DataLoader to cpu, epoch 0)"
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'dataset'"):
+        Feeder([], "cpu").dataset  # noqa: B018
+
+
 def test_grad_mode_of_the_loop_does_not_matter():
     with torch.inference_mode():
         out = [x for x, _ in Feeder(batches(2), ["cpu"] * 2)]
@@ -251,14 +270,21 @@ def test_any_target_and_any_iterable():
     for target in (nn.Linear(3, 2), nn.Identity(), "cpu"):
         assert Feeder([], target).devices == [CPU]
     assert Feeder([]).devices == everygpu.devices.parse.parse_devices(None)
-    for target in ("gpu0", nn.Linear, 1.5, torch.optim.SGD([torch.ones(1)])):
-        with pytest.raises(DeviceError):
+    for target in ("gpu0", nn.Linear, 1.5, torch.optim.SGD([torch.ones(1)]), DataLoader([1]), torch.ones(3)):
+        with pytest.raises(DeviceError) as caught:
             Feeder([], target)
-    for options in ({"prefetch": -1}, {"timeout": 0}, {"timeout": 1, "prefetch": 0}):
+        assert len(str(caught.value)) < 200
+    for options in ({"prefetch": -1}, {"prefetch": 1.5}, {"timeout": 0}, {"timeout": 1, "prefetch": 0}):
         with pytest.raises(OptionError, match="prefetch counts batches, from 0"):
             Feeder([], "cpu", **options)
-    for loader in (None, 5, DataLoader):
-        with pytest.raises(OptionError, match="is no iterable of batches. Pass"):
+    for seed in (-1, 2**63, 1.0, True):
+        with pytest.raises(OptionError, match="is no seed. Pass a whole number from 0 to"):
+            Feeder([], "cpu", seed=seed)
+    for loader in (None, 5, DataLoader, nn.Sequential(nn.Linear(3, 2))):
+        with pytest.raises(OptionError, match=r"^Feeder: \w+ is no iterable of batches. Pass"):
+            Feeder(loader, "cpu")
+    for loader in (TensorDataset(torch.arange(3.0)), Counted()):
+        with pytest.raises(OptionError, match="is a dataset, whose items would be taken for batches"):
             Feeder(loader, "cpu")
     made = []
     feeder = Feeder((made.append(i) or torch.full((2,), i) for i in itertools.count()), "cpu", prefetch=0)

@@ -75,6 +75,16 @@ def resumed(alone, ranks, warm_server, folder):
         return [alone, three, run_ranks(loaders.resumed_runs, saved, None, size=2, folder=folder)]
 
 
+def test_own_parts_go_on_on_as_many_ranks_and_are_refused_on_others(ranks, warm_server, folder):
+    states, read, said = zip(*(of_rank["split"] for of_rank in ranks))
+    for rank, rows in enumerate(read):
+        assert list(chain(*rows)) == list(range(20 + rank))
+        assert f"batches={10 + (rank + 1) // 2} then, and {11 + (rank + 1) // 2} now" in said[rank]
+    with warm_server.serving():
+        found = run_ranks(loaders.split_and_resumed, states[0], size=2, folder=folder)
+    assert [("num_parts=3 then, and 2 now" in text) for text in found] == [True, True]
+
+
 def states_in(run):
     """The positions that any rank would save."""
     states = [{case: state for case, (state, _) in of_rank.items()} for of_rank in run]

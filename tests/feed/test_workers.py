@@ -1,14 +1,18 @@
 """Worker processes: that they start, what they draw and keep, and what a run that is resumed finds of it."""
 
+import itertools
 import os
+import random
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from everygpu import Feeder
 from everygpu.errors import WorkerError
@@ -108,3 +112,132 @@ def test_gloos_threads_that_take_the_gil_while_workers_are_forked(tmp_path, monk
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "slow.so", "slow.c", "-ldl"], cwd=tmp_path, check=True)
     monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "slow.so"))
     assert run_ranks(many_epochs, size=2, folder=tmp_path) == [[6] * 15] * 2
+
+
+class Drawing(Dataset):
+    """Items that are random numbers, as augmentations draw them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.tensor([torch.rand(()).item(), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_after_a_resume_in_an_epoch_other_random_numbers_are_drawn(options):
+    def drawn(stop, state):
+        with Feeder(DataLoader(Drawing(), 1, **options), "cpu", seed=3) as feeder:
+            if state is not None:
+                feeder.load_state_dict(state)
+            return [x.flatten().tolist() for x in itertools.islice(feeder, stop)], feeder.state_dict()
+
+    whole, _ = drawn(8, None)
+    seen, state = drawn(2, None)
+    assert seen == whole[:2]
+    for _ in range(3):  # preempted again and again
+        again, state = drawn(2, state)
+        seen += again
+    assert len(seen) == 8
+    for kind in zip(*seen):
+        assert len(set(kind)) == 8
+
+
+class Counting(IterableDataset):
+    """A stream that counts its epochs, each in another order; workers take turns."""
+
+    def __init__(self):
+        self.epoch, self.first = 0, 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+        for i in order[info.id :: info.num_workers] if info else order:
+            yield torch.tensor([i + self.first, os.getpid()])
+
+
+class Told(Counting):
+    """One that is told the epoch."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def set_first(worker):
+    """What torch's documentation does in ``worker_init_fn``."""
+    get_worker_info().dataset.first = 100
+
+
+def numbers(epoch):
+    return [i for x in epoch for i in x[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_of_a_stream_stay_with_what_they_keep(context):
+    options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": context}
+    options["worker_init_fn"] = set_first
+    loader = DataLoader(Counting(), 3, **options)
+    plain = [numbers(loader) for _ in range(3)]
+    loader._iterator = None
+    with Feeder(loader, "cpu", prefetch=0) as feeder:
+        epochs = [list(feeder) for _ in range(3)]
+        assert [numbers(epoch) for epoch in epochs] == plain
+        assert min(plain[0]) == 100
+        assert len({pid for epoch in epochs for x in epoch for pid in x[:, 1].tolist()}) == 2
+        next(iter(feeder))
+        assert sorted(numbers(feeder)) == list(range(100, 112)), "after one that was left"
+
+
+def orders(feeder, num, stop=None):
+    """The orders of some epochs; the last one is left after ``stop`` batches."""
+    found = [numbers(feeder) for _ in range(num)]
+    return [*found, numbers(itertools.islice(feeder, stop))] if stop is not None else found
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+)
+@pytest.mark.parametrize("stop", [0, 2])
+def test_a_resumed_stream_is_told_its_epoch_or_you_are(options, stop, caplog):
+    def resumed(kind):
+        caplog.clear()
+        with Feeder(DataLoader(kind(), 3, **options), "cpu", seed=1) as first:
+            before = orders(first, 2, stop)
+            state = first.state_dict()
+        with Feeder(DataLoader(kind(), 3, **options), "cpu") as second:
+            second.load_state_dict(state)
+            return before, orders(second, 2), [text for text in caplog.messages if "has no set_epoch" in text]
+
+    (one, two, part), (rest, last), said = resumed(Told)
+    with Feeder(DataLoader(Told(), 3, **options), "cpu", seed=1) as feeder:
+        assert [one, two, part + rest, last] == orders(feeder, 4)
+    assert len({str(order) for order in (one, two, part + rest, last)}) == 4
+    assert said == []
+    assert resumed(Counting)[2] == [
+        "Feeder: Counting has no set_epoch. If it counts its epochs, it begins again with the first one, where the run "
+        "goes on with epoch 2 (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict."
+    ]
+
+
+GUARDLESS = """
+import torch, everygpu
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.zeros({num}))
+loader = DataLoader(data, 2, num_workers=1, multiprocessing_context={context!r})
+for _ in everygpu.Feeder(loader, "cpu"):
+    pass
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.slow
+@pytest.mark.parametrize(("context", "num"), [("spawn", 4), ("spawn", 100_000), ("forkserver", 4)])
+def test_a_script_without_its_main_line_is_told_so(context, num, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(GUARDLESS.format(context=context, num=num))
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environ, timeout=120, check=False)
+    *_, last = done.stderr.strip().splitlines()
+    assert "WorkerError: Feeder: a worker process" in last
+    assert "run the script again: put what it does under if __name__ == '__main__':" in last

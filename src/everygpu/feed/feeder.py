@@ -1,15 +1,16 @@
 """Prefetch a loader's batches to their devices."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.errors import OptionError
+from everygpu.errors import DeviceError, OptionError
 from everygpu.feed.one_pass import Feed, FeedReport
 from everygpu.feed.order import Order
 from everygpu.keys import wrapped_child
@@ -22,6 +23,10 @@ Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
 
 Target: TypeAlias = nn.Module | TrainStep | Devices
 """A model, or devices."""
+
+
+def _of_loader(name: str) -> Any:
+    return property(lambda self: getattr(self.loader, name), doc=f"The loader's own ``{name}``.")
 
 
 class Feeder:
@@ -74,19 +79,36 @@ class Feeder:
         sharded: bool = False,
     ) -> None:
         kind = type(loader)
-        if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
-            raise OptionError(f"Feeder: {loader!r} is no iterable of batches. Pass for instance a DataLoader.")
-        if prefetch < 0 or (timeout is not None and (timeout <= 0 or prefetch == 0)):
+        name = loader.__qualname__ if isinstance(loader, type) else kind.__qualname__
+        if isinstance(loader, Dataset):
+            raise OptionError(
+                f"Feeder: {name} is a dataset, whose items would be taken for batches. Pass DataLoader(dataset, "
+                f"batch_size=...), or batch_size=None if its items are batches."
+            )
+        if isinstance(loader, nn.Module) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+            raise OptionError(f"Feeder: {name} is no iterable of batches. Pass a DataLoader first, then the model.")
+        is_whole = type(prefetch) is int and prefetch >= 0
+        if not is_whole or (timeout is not None and (not timeout > 0 or prefetch == 0)):
             raise OptionError(
                 f"Feeder: prefetch counts batches, from 0, and timeout seconds, with prefetch from 1; got {prefetch!r} "
                 f"and {timeout!r}."
             )
+        if seed is not None and not (type(seed) is int and 0 <= seed < 2**63):
+            raise OptionError(f"Feeder: {seed!r} is no seed. Pass a whole number from 0 to 2**63 - 1, such as 0.")
         self.loader = loader
         self._order = Order(loader, seed, sharded=sharded)
         self._route = find_route(model_or_devices)
         self._prefetch, self._timeout = prefetch, timeout
         self._report = FeedReport()
         self._feed: weakref.ref[Feed] | None = None
+
+    dataset, batch_size, num_workers, sampler, batch_sampler, drop_last, collate_fn = map(
+        _of_loader, ("dataset", "batch_size", "num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn")
+    )
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self._route.devices))
+        return f"Feeder({type(self.loader).__qualname__} to {devices}, epoch {self.epoch})"
 
     def __iter__(self) -> Feed:
         """Begin a pass; after ``load_state_dict`` where that one stood. All ranks begin and leave it at the same place.
@@ -163,6 +185,11 @@ def find_route(target: Target) -> ScatterSpec:
     """Work out where batches go; see ``Feeder``."""
     target = target.model if isinstance(target, TrainStep) else target
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
+    if not isinstance(target, (nn.Module, int, str, torch.device, Sequence, Set, Iterator, type(None))):
+        kind = target.__qualname__ if isinstance(target, type) else type(target).__qualname__
+        raise DeviceError(
+            f"Feeder: {kind} is no model and no device. Pass the model, or devices: ['cuda:0', 'cuda:1']."
+        )
     devices = parse_devices(target) if not isinstance(target, nn.Module) else []
     if model is not None:
         devices = list(model.replica_devices)

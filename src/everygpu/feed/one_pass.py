@@ -141,6 +141,10 @@ STARTS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """How long a forked worker may take to run its first line, at each try."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
+_MAIN = (
+    "Workers that are started by spawn or forkserver run the script again: put what it does under "
+    "if __name__ == '__main__': num_workers=0 shows other errors."
+)
 WARN_AFTER_STEPS, LIMIT_PCT = 100, 10.0
 """Waiting for more than this share of so many steps is worth a line in the log."""
 
@@ -187,7 +191,10 @@ class Feed:
         self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
     ) -> None:
         _guard_forks(order.iterated)
-        iterator, self._position, dealing = order.begin()
+        try:
+            iterator, self._position, dealing = order.begin()
+        except (BrokenPipeError, EOFError) as error:  # of a worker that has ended before it had read what it is to do
+            raise WorkerError(f"Feeder: a worker process has ended at its start. {_MAIN}") from error
         self._route, self._timeout_s, self._report = route, timeout_s, report
         self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
@@ -385,6 +392,9 @@ class _Ahead:
                     f"num_workers=0."
                 ) from error
             ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
+            context = self._loader.multiprocessing_context or multiprocessing.get_context()
+            if context.get_start_method() != "fork" and all(worker.exitcode == 1 for worker in dead):
+                raise WorkerError(f"Feeder: a worker process of the loader has died: {ends}. {_MAIN}") from error
             raise WorkerError(
                 f"Feeder: a worker process of the loader has died: {ends}. -9 is the kernel's out-of-memory killer: "
                 f"take fewer workers, or smaller items. -7 is a full /dev/shm. Else num_workers=0 shows the error."

@@ -8,6 +8,7 @@ loop is given them.
 
 import copy
 import logging
+import math
 import random
 import zlib
 from collections import deque
@@ -20,7 +21,19 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
@@ -28,9 +41,16 @@ from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
 from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, samplers_of, say_once
 from everygpu.ranks.group import Group, batch_digest, join
-from everygpu.torch_private.core import LoaderIterator
+from everygpu.ranks.membership import find_membership
+from everygpu.torch_private.core import LoaderIterator, numpy_seed_of_worker
 
 logger = logging.getLogger("everygpu")
+
+_COUNT_NO_EPOCHS = (
+    *(BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler),
+    *(list, tuple, type(None)),
+)
+"""What gives the order of an epoch by its random numbers alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +94,15 @@ class Order:
         self.kind: Kind = kind_of(loader, sharded)
         self._advises, self._loader, self._is_alone = not sharded, loader, is_alone
         self._pass, self._is_resumed = Pass(), False
+        samplers, dataset = samplers_of(loader), getattr(loader, "dataset", None)
+        named = {id(x): x for x in (loader, *samplers, dataset) if callable(getattr(x, "set_epoch", None))}
+        self._with_epochs = list(named.values())
+        """What is told the epoch, as by Accelerate and Lightning."""
+        self._split = next((s for s in samplers if isinstance(s, DistributedSampler)), None)
+        self._parts: list[dict[str, Any]] | None = None
+        """What each rank's loader is, where it gives that rank's own rows."""
         self._sampler: _OrderSampler | None = None
+        self._stream: _Stream | None = None
         self._holder = loader if _keeps_state(loader) else None
         """What keeps a state of its own: the loader, a sampler, or an IterableDataset that is read in this process."""
         self.iterated = loader
@@ -85,12 +113,19 @@ class Order:
             # Workers' seeds come from torch's generator, which is seeded meanwhile; the loader's own seeds the order.
             own["_iterator"], own["generator"] = None, None
             if isinstance(loader.dataset, IterableDataset):
-                own["persistent_workers"] = False  # the generators of those that persist can't be seeded
+                if loader.persistent_workers and not isinstance(loader.dataset, IterDataPipe):  # which torch seeds
+                    self._stream = own["dataset"] = own["worker_init_fn"] = _Stream(loader)
                 self._holder = loader.dataset if loader.num_workers == 0 and _keeps_state(loader.dataset) else None
             else:
                 name = "sampler" if loader.batch_sampler is None else "batch_sampler"
                 self._sampler = own[name] = _OrderSampler(getattr(loader, name), self._generators)
                 self._holder = self._sampler.holder
+                if loader.persistent_workers and id(dataset) in named:
+                    logger.warning(
+                        "Feeder: workers that persist have copies of %s, whose set_epoch is called in this process "
+                        "only. Leave persistent_workers out.",
+                        type(dataset).__qualname__,
+                    )
 
     @property
     def epoch(self) -> int:
@@ -107,14 +142,22 @@ class Order:
         dealing = None if group is None else Dealing(group, self.kind)
         rank = 0
         if group is not None:
-            self.seed = group.broadcast_object(self.seed)
+            found = group.gather((self.seed, self._describe() if self.kind == "sharded" else {}))
+            self.seed, self._parts = found[0][0], [part for _, part in found if part]
             rank = 0 if self.kind == "whole" else group.rank  # else transforms would draw the same on all ranks
             if group.rank == 0 and self._advises:
                 say_once(self.kind)
         if is_resumed and (group is None or group.rank == 0):
             self._warn_of_what_may_differ(now, group)
+        for holder in self._with_epochs:
+            holder.set_epoch(now.epoch)
         number, own = derive_seed(self.seed, now.epoch), now.own if is_resumed else None
-        with _seeded(derive_seed(number, rank), self._dataset_generators):
+        start = derive_seed(number, rank)
+        if self._sampler is not None and now.batch:  # workers would draw the numbers of the epoch's beginning again
+            start = derive_seed(start, now.batch)
+        with _seeded(start, self._dataset_generators):
+            if self._stream is not None:
+                self._stream.begin(start, now.epoch)
             if self._sampler is None:
                 batches = self._begin_iterable(now, own)
             else:
@@ -139,12 +182,22 @@ class Order:
                 "batch, as in a second round over a DataLoader, is the same only if it seeds that itself.",
                 now.batch,
             )
+        dataset, samplers = getattr(self._loader, "dataset", None), samplers_of(self._loader)
+        drawn_by = samplers if self._sampler is not None else [self._loader if dataset is None else dataset]
+        counting = next((x for x in drawn_by if type(x) not in _COUNT_NO_EPOCHS), None)
+        if counting is not None and now.epoch and now.own is None and not self._with_epochs:
+            logger.warning(
+                "Feeder: %s has no set_epoch. If it counts its epochs, it begins again with the first one, where the "
+                "run goes on with epoch %d (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict.",
+                *(type(counting).__qualname__, now.epoch),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was used."""
         now = self._pass
         position = {"epoch": now.epoch, "batch": now.batch, "seed": self.seed, "last_batch": _digest_of(now.last)}
-        return {**position, "own": now.own, "is_last": now.is_last, "data": self._describe()}
+        data = self._describe() | ({"of_ranks": self._parts} if self._parts else {})
+        return {**position, "own": now.own, "is_last": now.is_last, "data": data}
 
     def load_state_dict(self, state: Any) -> None:
         """Go to a position, where the next pass begins; one of other data is refused in the middle of a pass."""
@@ -154,26 +207,61 @@ class Order:
         except (LookupError, TypeError, AttributeError):
             is_position = False
         if not is_position:
+            got = f"{type(state).__qualname__}{f' of {list(state)!r:.100}' if isinstance(state, dict) else ''}"
             raise CheckpointMismatchError(
-                f"Feeder: no position: {state!r:.200}. Pass what Feeder.state_dict returned, or leave it out."
+                f"Feeder: no position: {got}. Pass what Feeder.state_dict returned, or leave it out."
             )
         if state["own"] is not None and self._holder is None:
             raise CheckpointMismatchError(
                 "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
                 f"{type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
             )
-        now = self._describe() if state["batch"] and self.kind != "sharded" else {}
+        about = {name: state[name] for name in ("epoch", "own", "is_last")}
+        about["batch"], about["last"] = self._find_batch(state) if state["batch"] else (0, None)
+        self._pass, self.seed, self._is_resumed = Pass(**about), state["seed"], True
+        self._parts = state["data"].get("of_ranks")
+
+    def _find_batch(self, state: Any) -> tuple[int, Any]:
+        """Return where this loader goes on in an epoch, and the digest of the batch before; refuse other data."""
+        before, now, num, last = state["data"], self._describe(), state["batch"], state["last_batch"]
+        was, wanted = ((data.get("num_parts") or 0, data.get("batch_size") or 0) for data in (before, now))
+        sampler: Any = self._split if type(self._split) is DistributedSampler and all((*was, *wanted)) else None
+        saved_by, own = before.get("part", 0), now.pop("part")
+        if sampler is not None and was != wanted:
+            before = {"rows": before["rows"], "batches": before["batches"]}
+            now["batches"] = None
+        elif sampler is None and self.kind == "sharded" and was[0] == wanted[0]:
+            before = next((data for data in before.get("of_ranks", [before]) if data.get("part") == own), {})
         for name, value in now.items():
-            before = state["data"].get(name)
-            if None not in (before, value) and before != value:
+            if None not in (before.get(name), value) and before[name] != value:
                 raise CheckpointMismatchError(
-                    f"Feeder: the position is in the middle of a pass, with {name}={before} then, and {value} now: "
-                    f"rows would be repeated and others left out. Make the DataLoader as it was, or leave it out."
+                    f"Feeder: the position is in the middle of a pass, with {name}={before[name]} then, and {value} "
+                    f"now: rows would be repeated and others left out. Make the DataLoader as it was, or leave it out."
                 )
-        # Of parts, what was saved is rank 0's.
-        last = None if self.kind == "sharded" else state["last_batch"]
-        about = {name: state[name] for name in ("epoch", "batch", "own", "is_last")}
-        self._pass, self.seed, self._is_resumed = Pass(**about, last=last), state["seed"], True
+        if sampler is not None:
+            options = {name: getattr(sampler, name) for name in ("shuffle", "seed", "drop_last")}
+            again: Any = DistributedSampler(sampler.dataset, was[0], saved_by, **options)
+            again.set_epoch(state["epoch"])
+            _check_drawn_again([list(again)[(num - 1) * was[1] : num * was[1]]], last)
+            if was != wanted:  # the ranks have used the first rows of one order
+                used, each = num * math.prod(was), math.prod(wanted)
+                if num >= before["batches"]:
+                    return len(self._loader), None
+                if used % each:
+                    raise CheckpointMismatchError(
+                        f"Feeder: {was[0]} ranks have used {used} rows of this pass, in batches of {was[1]}, and "
+                        f"{wanted[0]} ranks with batches of {wanted[1]} don't come to that row. Pass batch_size="
+                        f"{max(1, math.prod(was) // wanted[0])}, or resume from the end of a pass."
+                    )
+                return used // each, None
+        return num, last if saved_by == own else None
+
+    def _part(self) -> tuple[int, int]:
+        """Return which part of the rows this loader gives, and of how many."""
+        if self._split is not None:
+            return self._split.rank, self._split.num_replicas
+        found = None if self.kind != "sharded" or self._is_alone else find_membership()
+        return (0, 1) if found is None else (found.rank, found.size)
 
     def close(self) -> None:
         """End the workers that wait for the next pass."""
@@ -211,12 +299,46 @@ class Order:
         """Return what has to be the same for a pass to go on in its middle, where it is known."""
         dataset = getattr(self._loader, "dataset", None)
         reads_again = isinstance(dataset, IterableDataset) and self._holder is None
+        part, num_parts = self._part()
         return {
+            "part": part,
+            "num_parts": num_parts,
             "batches": _length_of(self._loader),
             "rows": _length_of(dataset),
             "batch_size": getattr(self._loader, "batch_size", None),
             "num_workers": getattr(self._loader, "num_workers", None) if reads_again else None,
         }
+
+
+class _Stream(IterableDataset[Any]):
+    """A stream in workers that stay for the next epoch: seeded in each as new workers are, and told which it is."""
+
+    def __init__(self, loader: Any) -> None:
+        self._dataset, self._init = loader.dataset, loader.worker_init_fn
+        self._now = torch.zeros(3, dtype=torch.uint64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, number: int, epoch: int) -> None:
+        """Have the workers' next iterators be those of an epoch."""
+        seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(number))
+        self._now.copy_(torch.tensor([number, int(seed), epoch], dtype=torch.uint64, device="cpu"))
+
+    def __call__(self, worker: int) -> None:
+        """Be the loader's ``worker_init_fn``, for which the dataset is the user's."""
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._init is not None:
+            self._init(worker)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info().id  # type: ignore[union-attr]
+        number, seed, epoch = self._now.tolist()
+        torch.manual_seed(number)
+        _reseed(_generators_of([self._dataset], Dataset))
+        random.seed(seed + worker)
+        torch.manual_seed(seed + worker)
+        numpy.random.seed(numpy_seed_of_worker(seed, worker))
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(epoch)
+        return iter(self._dataset)
 
 
 class _OrderSampler:

@@ -280,7 +280,9 @@ def tune_workers(
         ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
     if not isinstance(loader, DataLoader):
-        raise OptionError(f"tune_workers: {loader!r} is no DataLoader. Other iterables have no workers to tune.")
+        raise OptionError(
+            f"tune_workers: a {type(loader).__qualname__} is no DataLoader. Other iterables have no workers to tune."
+        )
     if not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
     numbers = _numbers_to_try(candidates)

@@ -19,6 +19,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._triton import has_triton as _has_triton
+from torch.utils.data._utils.worker import _generate_state
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 make_subclass = Tensor._make_subclass
@@ -251,6 +252,9 @@ tree_unflatten = _pytree.tree_unflatten
 tree_map_only = _pytree.tree_map_only
 """Build the same tree with a function called on the leaves of one class."""
 
+
+numpy_seed_of_worker: Callable[[int, int], list[int]] = _generate_state
+"""Give NumPy's seed of a DataLoader's worker, which torch makes of the loader's and the worker's number."""
 
 LoaderIterator = _BaseDataLoaderIter
 """The class of what ``iter(DataLoader(...))`` returns, by which another loader's iterator is told apart."""
