@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +46,8 @@ def fail(how):
     group = join()
     if group.rank == 1 and how == "raise":
         raise ZeroDivisionError("the model of rank 1")
+    if group.rank == 1 and how == "exit":
+        sys.exit(0)
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     group.gather(None)
@@ -53,6 +58,43 @@ def test_the_rank_that_fails_is_named():
         everygpu.launch(fail, "raise", processes=2)
     with pytest.raises(RankError, match=r"(?s)Rank 1 failed, .*SIGKILL"):
         everygpu.launch(fail, "kill", processes=2)
+    with pytest.raises(RankError, match=r"^Rank 1 has ended by itself, as by sys.exit\(0\). Have the function return"):
+        everygpu.launch(fail, "exit", processes=2)
+
+
+SCRIPT = """
+import os, sys, time, everygpu
+def wait():
+    print("begun", os.getpid(), flush=True)
+    time.sleep(600)
+{}everygpu.launch(wait, processes=2)
+"""
+
+
+def started(tmp_path, guard):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(guard))
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    return subprocess.Popen(
+        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+
+
+def test_ctrl_c_for_the_parent_alone_ends_the_ranks(tmp_path):
+    parent = started(tmp_path, "if __name__ == '__main__': ")
+    pids = [int(parent.stdout.readline().split()[1]) for _ in range(2)]
+    parent.send_signal(signal.SIGINT)
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode == -signal.SIGINT, said
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_a_script_without_its_main_line_is_told_so(tmp_path):
+    _, said = started(tmp_path, "").communicate(timeout=120)
+    assert "RankError: Rank 0 has ended before it began, with exit code 1. Each process imports the script" in said
 
 
 def test_bad_calls(monkeypatch):

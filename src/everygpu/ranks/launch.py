@@ -1,11 +1,11 @@
 """One process a GPU from a notebook, where there is no script for torchrun to start."""
 
-import contextlib
 import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from everygpu.errors import DeviceError, OptionError, RankError
 from everygpu.ranks.group import leave
 
 T = TypeVar("T")
+END_S = 30.0
+"""How long ranks that are ended may take, before they are killed."""
 
 
 def launch(function: Callable[..., T], *args: Any, processes: int | None = None) -> list[T]:
@@ -46,7 +48,8 @@ def launch(function: Callable[..., T], *args: Any, processes: int | None = None)
     Raises:
         DeviceError: there is no GPU, and ``processes`` is left out; or there are fewer GPUs.
         OptionError: the function or an argument can't be pickled, or this is one of several processes itself.
-        RankError: a process has failed; the message has its rank and traceback, and the others are ended.
+        RankError: a process has failed or given no result; the message has its rank and traceback, and the others are
+            ended, as they are after Ctrl-C.
     Source:
         ``torch.multiprocessing.start_processes`` with ``"spawn"``; the variables are torchrun's.
     """
@@ -58,8 +61,20 @@ def launch(function: Callable[..., T], *args: Any, processes: int | None = None)
             f"launch: the function and its arguments must be picklable: {error}. Make the rest within the function."
         ) from error
     with tempfile.TemporaryDirectory(prefix="everygpu-") as folder:
-        with _errors_of_ranks():
-            start_processes(_run, (call, size, _free_port(), folder), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call]
+        context = start_processes(
+            _run, (call, size, _free_port(), folder), nprocs=size, join=False, start_method="spawn"
+        )  # type: ignore[no-untyped-call]
+        try:
+            while not context.join():
+                pass
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            _check_ends(context.processes, folder)
+            raise RankError(
+                f"Rank {error.error_index} failed, and the others were ended. {str(error).strip()}"
+            ) from None
+        finally:
+            _end(context.processes)
+        _check_ends(context.processes, folder)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
 
 
@@ -77,16 +92,34 @@ def _check(processes: int | None) -> int:
     return size
 
 
-@contextlib.contextmanager
-def _errors_of_ranks() -> Iterator[None]:
-    try:
-        yield
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        raise RankError(f"Rank {error.error_index} failed, and the others were ended. {str(error).strip()}") from None
+def _check_ends(processes: list[Any], folder: str) -> None:
+    """Name a rank that has ended by itself without a result: its file is made as it begins, and filled at its end."""
+    for rank, process in enumerate(processes):
+        path = Path(folder, str(rank))
+        if not path.exists() and process.exitcode in (0, 1):
+            raise RankError(
+                f"Rank {rank} has ended before it began, with exit code {process.exitcode}. Each process imports the "
+                f"script first: call everygpu.launch under if __name__ == '__main__':"
+            )
+        if process.exitcode == 0 and not path.stat().st_size:
+            raise RankError(
+                f"Rank {rank} has ended by itself, as by sys.exit(0). Have the function return on each rank."
+            )
+
+
+def _end(processes: list[Any]) -> None:
+    """End what still runs, as after Ctrl-C: a checkpoint may be saved meanwhile."""
+    for process in processes:
+        process.terminate()
+    limit = time.monotonic() + END_S
+    for process in processes:
+        process.join(max(0.0, limit - time.monotonic()))
+        process.kill()
 
 
 def _run(rank: int, call: bytes, size: int, port: int, folder: str) -> None:
     """Be one of the processes."""
+    Path(folder, str(rank)).touch()
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}})
     torch.set_num_threads(max(1, count_cores() // size))
