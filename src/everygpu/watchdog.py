@@ -37,6 +37,8 @@ NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: the process doesn't use CUDA so far
 _CAPTURING = range(900, 909)
 """Codes of what another thread's capture forbids for now."""
+_POOLS = (("concurrent.futures.thread", "_worker"), ("multiprocessing.pool", "worker"))
+"""Where the standard library's pools run what they are given."""
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -210,10 +212,16 @@ class Threads:
         self._state: list[Any] = [progress().num_begun]
         self._roots: list[Any] = []
         names = {thread.ident: thread.name for thread in threading.enumerate()}
+        pools = [getattr(sys.modules.get(module), name, None) for module, name in _POOLS]
+        codes = {function.__code__ for function in pools if function is not None}
         open_now = progress().operations.copy()
         for ident, frame in sys._current_frames().items():
             operation, name = open_now.get(ident), names.get(ident, "Dummy-")
             stack, is_backward = self._look(frame)
+            if not codes.isdisjoint(stack):  # a pool's thread: what it works on, a forward may wait for
+                self._state += stack
+                if hasattr(time, "pthread_getcpuclockid"):  # of a thread that is there, as long as this has the GIL
+                    self._state.append(time.clock_gettime_ns(time.pthread_getcpuclockid(ident)))
             if operation is not None and operation.waits_for == "replicas":
                 continue
             if operation is not None or is_backward:
@@ -348,7 +356,8 @@ def end_process(reason: str, with_stacks: bool = True) -> None:
     if with_stacks:
         _write(", ".join(f"thread 0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate()))
         with suppress(OSError, ValueError):
-            faulthandler.dump_traceback(2)
+            if _has_stderr():
+                faulthandler.dump_traceback(2)
     for thread in threading.enumerate():
         if thread.name == SAVING_THREAD:
             _write(f"a checkpoint is being saved, which is finished first, for up to {SAVING_S:g} s.")
@@ -361,4 +370,10 @@ def end_process(reason: str, with_stacks: bool = True) -> None:
 def _write(text: str) -> None:
     """Write past ``sys.stderr``, whose lock a thread that is stuck may have."""
     with suppress(OSError):
-        os.write(2, f"everygpu: {text}\n".encode(errors="replace"))
+        if _has_stderr():
+            os.write(2, f"everygpu: {text}\n".encode(errors="replace"))
+
+
+def _has_stderr() -> bool:
+    """Whether file 2 is standard error: where that was closed, it may be a file of the script's."""
+    return sys.__stderr__ is not None and not sys.__stderr__.closed

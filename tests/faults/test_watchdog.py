@@ -11,7 +11,9 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,11 +142,14 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
         "barrier": train_with_a_barrier,
         "both": wait_for_ranks_beside_a_forward,
         "save": lambda: train_while_saving(folder),
+        "idle pool": wait_beside_an_idle_pool,
+        "closed": lambda: without_stderr(folder / "a script's"),
     }
     train_by_step("")  # torch imports its rest, once for all forks
     children = {name: Child(folder / name, work) for name, work in {**works, **CALM}.items()}
     found = {name: child.end() for name, child in children.items()}
     assert (folder / "saved").exists()
+    assert (folder / "a script's").read_text() == ""
     return found
 
 
@@ -179,6 +184,11 @@ def test_the_only_replica(ends: Ends) -> None:
     code, said = ends["alone"]
     assert code == STUCK, said
     assert "forward of replica 0 on cpu in thread MainThread" in first_line(said)
+
+
+@pytest.mark.parametrize("name", ["idle pool", "closed"])
+def test_a_pool_without_work_and_a_closed_stderr_hide_nothing(ends: Ends, name: str) -> None:
+    assert ends[name][0] == STUCK
 
 
 @pytest.mark.parametrize("how", ["loop", "step"])
@@ -330,8 +340,50 @@ def forked() -> None:
     assert os.waitpid(fork(work), 0)[1] == 0
 
 
+def waits_for_a_pool(pool: Any, get: str) -> None:
+    def work() -> None:
+        for _ in range(int(100 * LONG_S)):
+            time.sleep(0.01)
+
+    everygpu.watch(timeout=CALM_S)
+    with pool:
+        train_slowly(lambda: getattr((pool.submit if get == "result" else pool.apply_async)(work), get)())
+
+
+def for_a_pool_of_threads() -> None:
+    waits_for_a_pool(ThreadPoolExecutor(1), "result")
+
+
+def for_multiprocessings_pool() -> None:
+    waits_for_a_pool(ThreadPool(1), "get")
+
+
+def wait_beside_an_idle_pool() -> None:
+    pool = ThreadPoolExecutor(2)
+    pool.submit(int).result()
+    train_alone()
+
+
+def without_stderr(file: Path) -> None:
+    """Stand still where standard error is closed, and its number a file's."""
+    sys.__stderr__ = None
+    with file.open("w") as script:
+        os.dup2(script.fileno(), 2)
+    train_alone()
+
+
 CALM: dict[str, Callable[[], object]] = {
-    work.__name__: work for work in (slow_code, stopped, in_many_threads, over, nested, forked)
+    work.__name__: work
+    for work in (
+        slow_code,
+        stopped,
+        in_many_threads,
+        over,
+        nested,
+        forked,
+        for_a_pool_of_threads,
+        for_multiprocessings_pool,
+    )
 }
 
 
