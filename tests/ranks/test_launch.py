@@ -94,7 +94,7 @@ def test_ctrl_c_for_the_parent_alone_ends_the_ranks(tmp_path):
 @pytest.mark.slow
 def test_a_script_without_its_main_line_is_told_so(tmp_path):
     _, said = started(tmp_path, "").communicate(timeout=120)
-    assert "RankError: Rank 0 has ended before it began, with exit code 1. Each process imports the script" in said
+    assert "RankError: Rank 0 has ended before it began, with exit code 1: each process imports the script" in said
 
 
 def test_bad_calls(monkeypatch):

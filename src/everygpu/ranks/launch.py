@@ -61,9 +61,8 @@ def launch(function: Callable[..., T], *args: Any, processes: int | None = None)
             f"launch: the function and its arguments must be picklable: {error}. Make the rest within the function."
         ) from error
     with tempfile.TemporaryDirectory(prefix="everygpu-") as folder:
-        context = start_processes(
-            _run, (call, size, _free_port(), folder), nprocs=size, join=False, start_method="spawn"
-        )  # type: ignore[no-untyped-call]
+        told = (call, size, _free_port(), folder)
+        context = start_processes(_run, told, size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
         try:
             while not context.join():
                 pass
@@ -98,8 +97,8 @@ def _check_ends(processes: list[Any], folder: str) -> None:
         path = Path(folder, str(rank))
         if not path.exists() and process.exitcode in (0, 1):
             raise RankError(
-                f"Rank {rank} has ended before it began, with exit code {process.exitcode}. Each process imports the "
-                f"script first: call everygpu.launch under if __name__ == '__main__':"
+                f"Rank {rank} has ended before it began, with exit code {process.exitcode}: each process imports the "
+                f"script first, and its traceback is above. Call everygpu.launch under if __name__ == '__main__':"
             )
         if process.exitcode == 0 and not path.stat().st_size:
             raise RankError(
