@@ -49,6 +49,11 @@ class TestShards:
     def test_data_is_not_set(self) -> None:
         with pytest.raises(GatherError, match="everygpu.gather"):
             lay_out(numbers(4, 2), [3, 1]).data = ones(4, 2)
+        with pytest.raises(GatherError, match="everygpu.gather"):
+            lay_out(numbers(4, 2), [3, 1]).set_(ones(4, 2))
+        whole = ones(4, 2)
+        whole.set_(lay_out(numbers(4, 2), [3, 1]))
+        assert whole.equal(numbers(4, 2))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -146,3 +146,20 @@ def test_fake_tensors_are_left_behind_in_no_batch(function: Callable[[Tensor], T
         assert type(function(batch)) is type(function(x)) is type(mode.from_tensor(batch))
     assert_same_call(lambda x: x.roll(1), (Rows(x, 0),), [3, 2])
     torch.testing.assert_close(batch.roll(1), x.roll(1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.kl_div(numbers(1, 3), x, reduction="batchmean"),
+        lambda x: F.kl_div(x.mean(), x, reduction="batchmean"),
+        lambda x: F.kl_div(target=x, input=x[:1], reduction="batchmean"),
+        lambda x: F.one_hot((x * 9).long(), 5),
+        lambda x: F.one_hot((x * 9).long(), 9),
+        lambda x: F.one_hot((x * 9).long()[:, 0], num_classes=9),
+        lambda x: F.one_hot((x * 9).long() - 1, 9),
+        lambda x: F.one_hot((x * 9).long()),
+    ],
+)
+def test_rows_are_counted_and_classes_checked_as_of_a_plain_tensor(call):
+    assert_same_call(call, (Rows(numbers(7, 3), 0),), [4, 0, 3])

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from everygpu.errors import CallError, GatherError, LossError
-from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, joined_values, parts_of, shards_of
+from everygpu.parallel.sharded.batch import (
+    Join,
+    ShardedBatch,
+    has_shards,
+    join,
+    joined_values,
+    parts_of,
+    shards_of,
+    wrap,
+)
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.layout import DeviceWeights, move, move_to_each
 from everygpu.parallel.sharded.rules import HALF, dims_of, sum_parts
@@ -178,11 +187,10 @@ def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return found
 
 
-def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
-    x, value = args
-    if isinstance(x, ShardedBatch):
+def _set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], ShardedBatch):
         raise GatherError("data: can't be set where rows are on several devices. Call everygpu.gather(out) first.")
-    func(x, join(value))
+    return func(args[0], *(join(x) if isinstance(x, ShardedBatch) else x for x in args[1:]), **kwargs)
 
 
 # One result per replica.
@@ -320,7 +328,18 @@ def _composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     with without_torch_function():
         losses = func(*args, **{**kwargs, "reduction": "none"})
         result = _reduce_rows(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
-        return result / losses.shape[0] if reduction == "batchmean" else result
+        rows = args[0] if args else kwargs["input"]
+        return result / rows.shape[0] if reduction == "batchmean" and rows.ndim else result
+
+
+def _one_hot(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Encode the parts: of a subclass, torch takes classes that are out of range, and gives rows of zeros."""
+    call = {**dict(zip(("input", "num_classes"), args)), **kwargs}
+    x, num_classes = call.get("input"), call.get("num_classes", -1)
+    if num_classes == -1 or is_tracing() or not (isinstance(x, ShardedBatch) and has_shards(x)):
+        return _on_joined(func, args, kwargs)
+    with without_torch_function(), x._layout.on_streams():
+        return wrap([func(part, num_classes) for part in x._parts], x._layout, x.shard_dim)
 
 
 def _named(owner: Any, names: str) -> list[Any]:
@@ -346,6 +365,7 @@ FUNCTIONS: dict[Any, Rule] = {
     **dict.fromkeys((Tensor.register_hook, Tensor.retain_grad), watch_gradient),
     **dict.fromkeys(_named(Tensor, "item __float__ __int__"), _as_number),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.set_: _set_data,
     **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), _reduce_rows),
     **dict.fromkeys((torch.nanmean, Tensor.nanmean, torch.var_mean, torch.std_mean), _unweighted),
     **dict.fromkeys(
@@ -357,5 +377,6 @@ FUNCTIONS: dict[Any, Rule] = {
         _composed_loss,
     ),
     F.l1_loss: _l1_loss,
+    F.one_hot: _one_hot,
 }
 """Replacements of functions, by function."""
