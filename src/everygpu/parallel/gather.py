@@ -1,14 +1,14 @@
 """Join the replicas' outputs into what one device would have returned."""
 
 import functools
-import itertools
 import logging
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
@@ -31,9 +31,9 @@ from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 logger = logging.getLogger("everygpu")
 
-_NUMBERS = (int, float, complex, bool, type(None))
 _SMALL = 2**20
 """Bytes up to which copying costs less than finding out whose a tensor is."""
+_NUMBERS = (int, float, complex, bool, type(None))
 
 
 def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) -> Any:
@@ -98,6 +98,9 @@ class Joiner:
     """Whether tensors are kept on their devices, as a ``ShardedBatch``, where it is known what each counts."""
     has_rows: bool = False
     """Whether shapes show what has rows and what hasn't: outputs with a share's rows, or shares that differ."""
+    _inputs: set[int] | None = None
+    """Where the memory of the call's tensors is, once that is asked for; and of what its modules have."""
+    _held: set[int] | None = None
     odd: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     """Outputs as large in all replicas, other than the shares: without rows, or with several entries for each row."""
 
@@ -140,15 +143,14 @@ class Joiner:
 
     def _copy_if_shared(self, t: Tensor) -> Tensor:
         """Copy a tensor that forward may not have made: an input, a parameter or a buffer, which is written later."""
-        root = t if t._base is None else t._base
-        if not root.is_leaf:
-            return t
-        modules = () if self.call is None else self.call.modules
-        if modules and t.nbytes > _SMALL and not t.is_nested:  # without gradients everything is a leaf
-            held = (x for m in modules for x in itertools.chain(m.parameters(), m.buffers()) if is_dense(x))
-            place = t.untyped_storage().data_ptr()
-            return t.clone() if any(x.untyped_storage().data_ptr() == place for x in held) else t
-        return t.clone()
+        is_leaf, call = (t if t._base is None else t._base).is_leaf, self.call
+        if (is_leaf and t.nbytes <= _SMALL) or call is None:
+            return t.clone() if is_leaf else t
+        if self._inputs is None:
+            self._inputs = _places(leaf for _, leaf in tree.leaves((call.args, call.kwargs), ""))
+        if is_leaf and self._held is None:  # without gradients everything is a leaf
+            self._held = _places(_attributes(call.modules))
+        return t.clone() if _place(t) in self._inputs or (is_leaf and _place(t) in (self._held or ())) else t
 
     def _filled(self, entries: list[Any]) -> list[Any]:
         """Fill tensors or arrays up that are shorter than the longest, but for their rows."""
@@ -194,6 +196,20 @@ class Joiner:
         elif sizes[0] > 1 and len(set(sizes)) == 1:
             self.odd.append((path, tuple(shape)))
             self.has_rows |= len(set(self.rows)) > 1  # or sizes would differ as they do
+
+
+def _place(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _places(values: Iterable[Any]) -> set[int]:
+    return {_place(x) for x in values if isinstance(x, Tensor) and is_dense(x)}
+
+
+def _attributes(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Give what the attributes of modules and those below them have, and what is listed there: parameters, too."""
+    for value in (v for root in modules for m in root.modules() for v in vars(m).values()):
+        yield from (value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,))
 
 
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
