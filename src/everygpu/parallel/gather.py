@@ -209,7 +209,10 @@ def _places(values: Iterable[Any]) -> set[int]:
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Give what the attributes of modules and those below them have, and what is listed there: parameters, too."""
     for value in (v for root in modules for m in root.modules() for v in vars(m).values()):
-        yield from (value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,))
+        if type(value) in (dict, list, tuple):
+            yield from value.values() if type(value) is dict else value
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
