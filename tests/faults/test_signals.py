@@ -4,6 +4,9 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -17,9 +20,10 @@ import torch
 
 import everygpu
 from everygpu import CheckpointManager
+from everygpu.ranks.group import join
 from tests.faults.inject import fork
 from tests.faults.test_resume import Training, read
-from tests.ranks.harness import running
+from tests.ranks.harness import run_ranks, running
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
@@ -145,6 +149,64 @@ def test_after_the_last_save_it_ends_the_run_as_without_us(tmp_path: Path) -> No
     assert end_of(partial(train, tmp_path / "other", at("outside", TERM))) == -TERM
 
 
+def drop_in_a_thread(directory: Path) -> None:
+    """Save, be signalled, and let another thread collect the manager; the process goes on for a while."""
+    made = [CheckpointManager(directory, model=torch.nn.Linear(2, 1))]
+    made[0].save(1)
+    send(TERM)
+    thread = threading.Thread(target=made.clear)
+    thread.start()
+    thread.join()
+    time.sleep(60)
+
+
+def drop_in_a_thread_first(directory: Path) -> None:
+    made = [CheckpointManager(directory, model=torch.nn.Linear(2, 1))]
+    made[0].save(1)
+    thread = threading.Thread(target=made.clear)
+    thread.start()
+    thread.join()
+    send(TERM)
+    time.sleep(60)
+
+
+def drop_here(directory: Path) -> None:
+    run = CheckpointManager(directory, model=torch.nn.Linear(2, 1))
+    run.save(1)
+    send(TERM)
+    del run
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("work", [drop_here, drop_in_a_thread, drop_in_a_thread_first])
+def test_outside_a_block_it_ends_the_run_when_no_manager_is_left(tmp_path: Path, work: Any) -> None:
+    assert end_of(partial(work, tmp_path)) == -TERM
+    assert saved_in(tmp_path) == [1]
+
+
+AT_EXIT = """
+import atexit, os, signal, sys, torch, everygpu
+print("begins")
+run = everygpu.CheckpointManager(sys.argv[1], model=torch.nn.Linear(2, 1))
+atexit.register(print, "at exit")
+run.save(1)
+os.kill(os.getpid(), signal.SIGTERM)
+if sys.argv[2] == "save":
+    run.save(2)
+print("goes on")
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize(("how", "code", "said"), [("", -TERM, "goes on\n"), ("save", 143, "")])
+def test_outside_a_block_it_ends_the_run_at_the_end_of_the_script(
+    tmp_path: Path, how: str, code: int, said: str
+) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "run"), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, f"begins\n{said}at exit\n"), done.stderr
+
+
 @pytest.mark.parametrize("what", ["ignored", "own", "of C", "set later"])
 def test_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
     def work() -> None:
@@ -207,9 +269,33 @@ def train_by_ranks(directory: Path, signalled: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("signalled", [(0,), (0, 1)], ids=str)
+@pytest.mark.parametrize("signalled", [(0,), (0, 1), (1,)], ids=str)
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path, signalled: tuple[int, ...]) -> None:
     with running(train_by_ranks, tmp_path / "run", signalled, size=2, folder=tmp_path / "results") as ranks:
         assert ranks.wait() == [143, 143], ranks.said
     assert not any("RankError" in said for said in ranks.said)
-    assert saved_in(tmp_path / "run") == [4]
+    assert saved_in(tmp_path / "run") in ([[4]] if 0 in signalled else [[4], [5]])
+    assert "SIGTERM" in ranks.said[0]
+
+
+def save_twice_by_ranks(directory: Path) -> int:
+    """Train with a manager that a signal ends, catch that, and train with another one of the same name."""
+    model, num_saved = everygpu.DataParallel(torch.nn.Linear(2, 1), ["cpu"]), 0
+    for run in range(2):
+        manager = CheckpointManager(directory, every=10, model=model)
+        manager.resume()
+        for step in range(1, 31):
+            model(torch.ones(2, 2)).sum().backward()
+            if run == 0 and step == 3 and join().rank == 0:
+                send(TERM)
+            try:
+                manager.save(step)
+            except SystemExit:
+                break
+            num_saved += 1
+    return num_saved
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_a_second_manager_of_the_name_knows_nothing_of_the_first_one_s_signal(tmp_path: Path) -> None:
+    assert run_ranks(save_twice_by_ranks, tmp_path / "run", size=2, folder=tmp_path / "results") == [33, 33]

@@ -63,9 +63,9 @@ class CheckpointManager:
     raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All ranks load the same
     files: the directory must be one that all machines see.
 
-    SIGTERM and SIGUSR1 end a run, in the ``with`` block or after the first save, at the next `save`: it is written
-    whatever ``every`` says, and the exit code is 143. A second signal ends the process at once. A handler that the
-    program has set itself stays, in place of this.
+    SIGTERM and SIGUSR1, on any rank, end a run, in the ``with`` block or after the first save, at the next `save`: it
+    is written whatever ``every`` says, and the exit code is 143. A second signal ends the process at once, and one that
+    no save follows as the block ends. A handler that the program has set itself stays, in place of this.
 
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
@@ -125,6 +125,7 @@ class CheckpointManager:
         self._background = Background()
         self._num_calls = 0
         self._last_call: int | None = None
+        self._stop_key = ""
         self._is_resumed = self._has_metric = False
         self._not_saved: tuple[int, dict[str, Any]] | None = None
         """The last step that `save` was told of, where it was not due."""
@@ -184,7 +185,7 @@ class CheckpointManager:
         self._save(step, metrics)
         if is_last:
             self.wait()
-            stop().is_ending = True
+            stop().is_ending, stop().heard = True, None
             path = step_path(self.directory, step)
             logger.warning("%s is saved: the run ends with exit code %d, as a signal asks.", path, STOPPED)
             raise SystemExit(STOPPED)
@@ -247,15 +248,16 @@ class CheckpointManager:
         finally:
             while self._spare:
                 self._spare.pop().release()
-            self._last_call = None
+            self._last_call, self._stop_key = None, ""
             stop().leave(self, has_failed=error is not None)
 
     def _is_last(self) -> bool:
         """Tell at each call of save whether a signal has made it the last one; all ranks find the same call."""
         stop().listen(self)
         self._num_calls += 1
+        self._stop_key = self._stop_key or next_key(f"last save to {self._name}")
         if self._last_call is None:
-            self._last_call = stop().find_last(str(self._name), self._num_calls)
+            self._last_call = stop().find_last(self._stop_key, self._num_calls)
         is_last = self._last_call is not None and self._num_calls >= self._last_call
         # Rank 0 writes, and can be ended meanwhile, which ends all. The others only wait for it.
         stop().is_ending = is_last and not is_main()

@@ -238,6 +238,7 @@ def _counts() -> Counter[str]:
 
 def next_key(name: str) -> str:
     """Name the next piece of work of a name, as "save to runs/last"; the same on all ranks."""
+    name = name.encode(errors="backslashreplace").decode()  # a path need not be UTF-8
     _counts()[name] += 1
     return f"{name}, number {_counts()[name]}"
 

@@ -1,7 +1,8 @@
 """SIGTERM and SIGUSR1, as of Slurm's preemption and spot machines: the run saves once more, and ends.
 
 A handler notes the first one, which a `CheckpointManager` looks for at its next save. The second one does what it
-would do without us, so a process that doesn't come to a save can be ended. A handler of the user's stays in place.
+would do without us, so a process that doesn't come to a save can be ended; so does one that no save follows, when the
+managers are gone or the process ends. A handler of the user's stays in place.
 
 Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
 first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.
@@ -17,6 +18,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import cache
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 from weakref import WeakSet, finalize
@@ -29,6 +31,7 @@ AGAIN_S = 0.5
 """The same signal within this time is the same request: a launcher passes on what every process of a job gets."""
 PRESS_S, TWICE_S = 0.2, 2.0
 """Ctrl-C that comes twice between these times has been pressed twice."""
+_ENDS = "%s: the run ends at the next save of its CheckpointManager; a second one ends it now."
 _DEFAULTS: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     getattr(signal, "SIGUSR1", signal.SIGTERM): signal.SIG_DFL,  # which Windows lacks
@@ -46,12 +49,15 @@ class Stop:
         self._heard_at = self._pressed_at = -math.inf
         self._users: WeakSet[object] = WeakSet()
         self._pid = os.getpid()
+        self._at_exit: Finalize | None = None
 
     def listen(self, user: object) -> None:
         """Hear signals for a manager; only the main thread can set that up."""
         if threading.current_thread() is threading.main_thread() and user not in self._users:
             if self._pid != os.getpid():  # forked, with what was the parent's
                 self.__init__()  # type: ignore[misc]
+            if self._at_exit is None:
+                self._at_exit = Finalize(None, self._end, exitpriority=-1)  # after the ranks have met
             finalize(user, self._restore).atexit = False  # before it is added: it is then called after it was taken out
             self._users.add(user)
             for number in filter(_is_free, _DEFAULTS):
@@ -62,34 +68,54 @@ class Stop:
         if self.is_ending and joined() is not None:
             return
         self._users.discard(user)
-        heard = None if has_failed or self.is_ending or joined() is not None else self.heard
-        if self._restore() and heard is not None:
-            signal.raise_signal(heard)
+        if not self._users and (has_failed or self.is_ending):
+            self.heard = None
+        self._restore()
 
-    def find_last(self, name: str, num_calls: int) -> int | None:
+    def find_last(self, key: str, num_calls: int) -> int | None:
         """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's.
 
-        Rank 0 leaves a note for the others. Between two calls lies a step, in which all ranks exchange gradients: each
-        finds the note in its next call.
+        Any rank may have heard a signal: it leaves a note for rank 0, which leaves one for all. Between two calls lies
+        a step, in which all ranks exchange gradients: each finds the note in its next call.
         """
         group = joined()
         if group is None:
             return None if self.heard is None else num_calls
-        if group.rank == 0 and self.heard is not None:
-            group.leave_note(f"last save to {name}", str(num_calls + 1))
-            return num_calls + 1
-        note = None if group.rank == 0 else group.find_note(f"last save to {name}")
-        return None if note is None else int(note)
+        if group.rank != 0:
+            if self.heard is not None:
+                group.leave_note(f"{key}: signal", f"{signal.Signals(self.heard).name} on rank {group.rank}")
+            note = group.find_note(key)
+            return None if note is None else int(note)
+        if self.heard is None:
+            asked = group.find_note(f"{key}: signal")
+            if asked is None:
+                return None
+            logger.warning(_ENDS, asked)
+        group.leave_note(key, str(num_calls + 1))
+        return num_calls + 1
 
-    def _restore(self) -> bool:
-        """Put back what was there before the first manager, if none is left; tell whether that was done."""
-        if self._users or threading.current_thread() is not threading.main_thread():
-            return False
-        self.heard = None
+    def _restore(self) -> None:
+        """Put back what was there before the first manager, if none is left, and hand on what no save has followed."""
+        if self._users:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            if self.heard is not None:
+                os.kill(os.getpid(), self.heard)  # the main thread hears it
+            return
+        heard, self.heard = self.heard, None
         for number, default in _DEFAULTS.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, default)
-        return True
+        if heard is not None:
+            signal.raise_signal(heard)
+
+    def _end(self) -> None:
+        """Hand on, as the interpreter ends, what no save has followed; an error has its own exit code."""
+        if not self.is_ending and not hasattr(sys, "last_value") and self._pid == os.getpid():
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
+            self._users.clear()
+            self._restore()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now, is_fork = time.monotonic(), os.getpid() != self._pid  # as a DataLoader's worker is
@@ -100,15 +126,12 @@ class Stop:
                 signal.default_int_handler(number, frame)
             if since < PRESS_S:
                 return
-        elif self.heard is None and not is_fork:
+        elif not is_fork and self._users and (self.is_ending or is_again):
+            return
+        elif self.heard is None and not is_fork and self._users:
             self.heard, self._heard_at = number, now
             with suppress(RuntimeError):  # the signal has come while this stream was being written
-                logger.warning(
-                    "%s: the run ends at the next save of its CheckpointManager; a second one ends it now.",
-                    signal.Signals(number).name,
-                )
-            return
-        elif not is_fork and (self.is_ending or is_again):
+                logger.warning(_ENDS, signal.Signals(number).name)
             return
         elif number == signal.SIGINT:
             signal.default_int_handler(number, frame)
