@@ -39,7 +39,6 @@ DRIVER = (
 )
 ERRORS = (*range(1, 31), 999)
 LOST = (FakeNvml.NVML_ERROR_GPU_IS_LOST, FakeNvml.NVML_ERROR_RESET_REQUIRED)
-FOREIGN = ("nvmlDeviceGetHandleByIndex", FakeNvml.NVML_ERROR_NO_PERMISSION)
 CASES = [
     *itertools.product(IDENTITY + FIGURES, ERRORS, range(3)),
     *itertools.product(DRIVER, ERRORS, [None]),
@@ -62,7 +61,7 @@ def machine(monkeypatch, tmp_path):
     def install(call, error, position):
         gpus = [Gpu(uuid=uuid, used=(30 - 10 * i) * GIB, processes=[(7, GIB)]) for i, uuid in enumerate(UUIDS)]
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, faults={(call, position): error}))
-        is_foreign = (call, error) == FOREIGN
+        is_foreign = call in IDENTITY and error == FakeNvml.NVML_ERROR_NO_PERMISSION
         machine.lost = position if not is_foreign and (call in IDENTITY or error in LOST) else None
         machine.left = [i for i in range(3) if not is_foreign or i != position]
         machine.sound = [i for i in machine.left if i != machine.lost]
@@ -128,7 +127,7 @@ def check_case(machine, call, error, position):
     assert len(samples) == (0 if call in ("nvmlInit", "nvmlDeviceGetCount") else len(machine.left))
     is_needed = call in ("nvmlInit", "nvmlDeviceGetCount", "nvmlSystemGetDriverVersion")
     is_broken = is_needed or (call == "nvmlSystemGetCudaDriverVersion" and error in LOST)
-    is_absent = call in ("nvmlInit", "nvmlSystemGetDriverVersion") and error in (9, 12)
+    is_absent = is_needed and error in (9, 12)
     check_commands(machine, samples, is_absent or not is_broken)
     visible = [i for i in range(3) if i != machine.lost]
     assert sorted(d.index for d in select_devices()) == visible

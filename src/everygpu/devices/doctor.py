@@ -70,10 +70,7 @@ class Diagnosis:
 
 def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Path = Path("/")) -> Diagnosis:
     """Look at everything. The test of copies takes some seconds and 256 MiB on each GPU, and is kept for later runs."""
-    driver, found, build = nvml.sample_driver(), nvml.sample_devices(), describe_torch()
-    if found is None and isinstance(driver, DriverSample):
-        driver = NvmlFailure(is_absent=False, text="it doesn't list its GPUs")
-    samples = found or []
+    driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
     is_tested = test_peers and build.num_devices > 1 and not any(gpu.fault for gpu in samples)
     peers = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None
     findings = (
@@ -103,12 +100,8 @@ def check_driver(driver: DriverSample | NvmlFailure, num_boards: int) -> Finding
 
 def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Look at whether torch was built for this driver and these GPUs, and sees them."""
-    if isinstance(driver, DriverSample) and not build.is_rocm and (fault := _find_mismatch(build, driver, environ)):
+    if not build.is_rocm and (fault := _find_mismatch(build, driver, environ)):
         yield fault
-        return
-    if build.cuda_version is None and not build.is_rocm:
-        fix = "Install a CUDA build of torch where there are NVIDIA GPUs."
-        yield Finding("torch", "note", f"torch {build.version} is built without CUDA", fix)
         return
     kind = "ROCm" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
     yield Finding("torch", "ok", f"torch {build.version} with {kind} sees {build.num_devices} GPU(s)")
@@ -119,11 +112,16 @@ def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: 
         yield Finding("nccl", "ok", f"NCCL {_dotted(build.nccl_version)}")
 
 
-def _find_mismatch(build: TorchBuild, driver: DriverSample, environ: Mapping[str, str]) -> Finding | None:
-    serves, text = driver.cuda_version, environ.get("CUDA_VISIBLE_DEVICES")
+def _find_mismatch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: Mapping[str, str]) -> Finding | None:
+    text, is_there = environ.get("CUDA_VISIBLE_DEVICES"), isinstance(driver, DriverSample)
     if build.cuda_version is None:
-        message = f"torch {build.version} is built without CUDA, and there are NVIDIA GPUs"
-        return Finding("torch", "error", message, "Install a CUDA build of torch.")
+        message = f"torch {build.version} is built without CUDA{', and there are NVIDIA GPUs' * is_there}"
+        return Finding(
+            "torch", "error" if is_there else "note", message, "For NVIDIA GPUs install a CUDA build of torch."
+        )
+    if not isinstance(driver, DriverSample):
+        return None
+    serves = driver.cuda_version
     if serves is not None and build.cuda_version[0] > serves[0]:
         message = f"torch is built for CUDA {_dotted(build.cuda_version)}, the driver serves {_dotted(serves)}"
         return Finding("torch", "error", message, f"Update the driver, or install a torch for CUDA {serves[0]}.")

@@ -88,14 +88,9 @@ class NvmlFailure:
 
 
 def sample_devices(library: Any = None) -> list[DeviceSample] | None:
-    """Ask NVML about every GPU of the machine, visible to CUDA or not.
+    """Ask NVML about every GPU of the machine, visible to CUDA or not, in PCI order; None where NVML is broken.
 
-    Returns:
-        One sample per GPU, in PCI order; a GPU that doesn't answer has a ``fault``, and one that belongs to others,
-        as in a container, is left out. None when NVML itself is absent or broken.
-    Source:
-        ``nvmlDeviceGetHandleByIndex`` and the queries of ``nvidia-smi --query-gpu``. NVML ignores
-        ``CUDA_VISIBLE_DEVICES``.
+    A GPU that doesn't answer has a ``fault``; one that belongs to others, as in a container, is left out.
     """
     samples = _query(library, lambda nvml: [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
     if isinstance(samples, NvmlFailure):
@@ -107,9 +102,10 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
 
 
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
-    """Ask NVML for the driver's version, or say why that can't be asked."""
+    """Ask NVML for the driver's version, or say why that, or its number of GPUs, can't be asked."""
 
     def ask(nvml: Any) -> DriverSample:
+        nvml.nvmlDeviceGetCount()
         number = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
         cuda_version = None if number is None else (number // 1000, number % 1000 // 10)
         return DriverSample(version=str(_read(nvml, "nvmlSystemGetDriverVersion")), cuda_version=cuda_version)
@@ -118,11 +114,7 @@ def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
 
 
 def name_processes(pids: Iterable[int], library: Any = None) -> dict[int, str]:
-    """Find the programs behind processes on the GPUs, as paths or names, of those that this user may know.
-
-    Source:
-        ``nvidia-smi --query-compute-apps=pid,process_name``.
-    """
+    """Find the programs behind processes, as ``nvidia-smi --query-compute-apps=process_name`` does for this user."""
     names = _query(library, lambda nvml: {pid: _ask(nvml, "nvmlSystemGetProcessName", pid) for pid in pids})
     return {} if isinstance(names, NvmlFailure) else {pid: str(name) for pid, name in names.items() if name}
 
@@ -152,10 +144,6 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
     gpu = DeviceSample(index=index, name="?", uuid=None, total_memory_bytes=None, free_memory_bytes=None)
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:
-        is_foreign = error.value == _NO_PERMISSION  # CUDA doesn't number it, either
-        return None if is_foreign else replace(gpu, fault=f"doesn't answer: {error}")
-    try:
         gpu = replace(gpu, uuid=_read(nvml, "nvmlDeviceGetUUID", handle))
         gpu = replace(gpu, name=_read(nvml, "nvmlDeviceGetName", handle))
         memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
@@ -164,9 +152,12 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
         slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
         is_mig = (_ask(nvml, "nvmlDeviceGetMigMode", handle) or [0])[0] != 0
-        instances = _list_instances(nvml, handle) if is_mig else ()
+        slots = range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0 if is_mig else 0)
+        instances = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, slot) for slot in slots]
+        uuids = [_ask(nvml, "nvmlDeviceGetUUID", instance) for instance in instances if instance is not None]
     except nvml.NVMLError as error:
-        return replace(gpu, fault=f"doesn't answer: {error}")
+        is_foreign = error.value == _NO_PERMISSION  # CUDA doesn't number it, either
+        return None if is_foreign else replace(gpu, fault=f"doesn't answer: {error}")
     return replace(
         gpu,
         total_memory_bytes=None if memory is None else int(memory.total),
@@ -176,15 +167,8 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
         is_mig=is_mig,
         temperature_c=None if temperature is None else float(temperature),
         slowdowns=tuple(words for bit, words in _SLOWDOWNS.items() if slowed & bit),
-        instances=instances,
+        instances=tuple(uuid for uuid in uuids if uuid is not None),
     )
-
-
-def _list_instances(nvml: Any, handle: Any) -> tuple[str, ...]:
-    slots = range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
-    instances = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, slot) for slot in slots]
-    uuids = [_ask(nvml, "nvmlDeviceGetUUID", instance) for instance in instances if instance is not None]
-    return tuple(uuid for uuid in uuids if uuid is not None)
 
 
 def _ask(nvml: Any, query: str, *args: Any) -> Any:

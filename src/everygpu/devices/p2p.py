@@ -151,11 +151,9 @@ def examine(
 
 
 def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
-    """Make reports of the last state that the test has written.
+    """Make a report for each ordered pair of the last state that the test has written.
 
-    Returns:
-        A report for each ordered pair. Once a pair hangs, or ends the process, those after it count for no
-        better: the GPUs are left alone.
+    Once a pair hangs, or ends the process, those after it count for no better: the GPUs are left alone.
     """
     said: dict[str, Any] = {"ready": [], "now": None, "pairs": []}
     for line in output.splitlines():
@@ -180,16 +178,13 @@ def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:
     """Find what an earlier test said of these devices since the machine started; None unless it is known of all."""
-    kept, machine, found = _read_cache(), _machine(), {}
+    kept, machine, pairs = _read_cache(), _machine(), itertools.permutations(range(len(uuids)), 2)
     try:
-        for i, j in itertools.permutations(range(len(uuids)), 2):
-            own = kept[f"{uuids[i]} {uuids[j]}"]
-            if own["machine"] != machine:
-                return None
-            found[i, j] = PairReport(verdict=own["verdict"], detail=own["detail"])
+        known = {(i, j): kept[f"{uuids[i]} {uuids[j]}"] for i, j in pairs}
+        reports = {pair: PairReport(verdict=own["verdict"], detail=own["detail"]) for pair, own in known.items()}
+        return reports if all(own["machine"] == machine for own in known.values()) else None
     except (KeyError, TypeError):
         return None
-    return found
 
 
 def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:

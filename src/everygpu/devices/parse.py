@@ -15,19 +15,9 @@ DeviceLike: TypeAlias = int | SupportsIndex | str | torch.device
 
 
 def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[torch.device]:
-    """Turn device ids into the devices of the replicas, in the order given.
+    """Turn device ids into the devices of the replicas, in the order given, all of one type; else ``DeviceError``.
 
-    Args:
-        device_ids: CUDA indices, names, ``torch.device`` objects, in any mix; or one of them. None for
-            every CUDA device, else the one accelerator, else the CPU. ``["cpu", "cpu"]`` gives two CPU
-            replicas.
-    Returns:
-        One device per replica, all of one type. Accelerators have an index; the CPU has none.
-    Raises:
-        DeviceError: an entry is no device or does not exist, a GPU is named twice, the types are mixed,
-            or there is no entry.
-    Source:
-        ``torch.nn.DataParallel``'s ``device_ids``, which also takes the CPU for nothing but an error.
+    None is every CUDA device, else the one accelerator, else the CPU. ``["cpu", "cpu"]`` gives two CPU replicas.
     """
     if device_ids is None:
         if torch.cuda.is_available():
@@ -49,14 +39,9 @@ def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[
 
 
 def parse_device(device: DeviceLike) -> torch.device:
-    """Turn one device id into a device that exists.
+    """Turn one device id into a device that exists, or raise ``DeviceError``; an accelerator has its index.
 
-    Returns:
-        An accelerator with its index, by default the current one's, or plain ``cpu``.
-    Raises:
-        DeviceError: it is no device, or this machine doesn't have it.
-    Source:
-        ``torch.device``, which wraps large indices (``"cuda:300"`` becomes ``cuda:44``) and checks none.
+    ``torch.device`` wraps large indices (``"cuda:300"`` becomes ``cuda:44``) and checks none.
     """
     kind, index = _read(device)
     if kind == "cpu":

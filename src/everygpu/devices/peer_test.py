@@ -88,11 +88,7 @@ def make_pattern() -> Tensor:
 
 
 def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) -> str | None:
-    """Copy the pattern, raised by a number of the source, from one device to another, in every dtype and way.
-
-    Returns:
-        What didn't arrive as it was sent, such as ``"bfloat16 by a kernel"``; None when all did.
-    """
+    """Copy the pattern, raised by a number of the source, in every dtype and way, and say what arrives wrong."""
     sent, expected = source + mark, target + mark
     for num_bytes, dtype, (way, lay_out) in itertools.product(_NUM_BYTES, DTYPES, _WAYS.items()):
         there = lay_out(sent[:num_bytes].view(dtype))

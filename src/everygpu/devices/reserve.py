@@ -53,12 +53,9 @@ class Reservation:
 
 
 def reserve(select: Callable[[Mapping[str, Holder]], list[DeviceSample]]) -> Reservation:
-    """Choose devices and reserve them, while no other run chooses.
+    """Choose devices and reserve them, while no other run chooses; without locks where files can't be locked.
 
     ``select`` gets the holders of what is reserved, by UUID, and should ask the driver anew; what it raises goes on.
-
-    Returns:
-        The devices, with one lock each. Without locks, and with a line in the log, where files can't be locked.
     """
     with _turn() as folder:
         if folder is None:

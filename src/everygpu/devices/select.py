@@ -94,13 +94,7 @@ def choose(
     refused: Mapping[int, str] | None = None,
     use_cpu: str = "Leave the arguments out to use the CPU.",
 ) -> list[DeviceSample]:
-    """Take the devices that meet a demand; asks neither torch nor the driver.
-
-    Returns:
-        At most ``demand.count`` devices, the one with the most free memory first; equals keep their order.
-    Raises:
-        DeviceError: fewer than ``demand.count`` devices fit, or none.
-    """
+    """Take the devices that meet a demand, the one with the most free memory first; too few are a ``DeviceError``."""
     refused = refused or {}
     reasons = [refused.get(i) or find_fault(device, demand) for i, device in enumerate(devices)]
     fitting = [device for device, reason in zip(devices, reasons) if reason is None]

@@ -46,9 +46,7 @@ def visible_devices() -> list[DeviceSample]:
                 logger.warning("%s %s. `everygpu doctor` says what to do.", gpu.label, gpu.fault)
         return [_describe(torch.device("cuda", index), samples) for index in range(torch.cuda.device_count())]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return []
-    return [_describe_by_torch(accelerator, accelerator.type.upper(), None)]
+    return [] if accelerator is None else [_describe(accelerator, [])]
 
 
 @functools.cache
@@ -65,44 +63,27 @@ def tell_no_gpu() -> None:
 
 
 def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> DeviceSample:
+    """Say what NVML knows of a device, else what torch does."""
     import torch
 
-    try:
-        properties = torch.cuda.get_device_properties(device)
-    except (RuntimeError, AssertionError) as error:  # the driver counts a GPU that it has lost
-        return _describe_by_torch(device, "?", None, _fault_of(error))
-    uuid = f"GPU-{properties.uuid}"
-    sample = next((sample for sample in samples if (sample.uuid or "").lower() == uuid.lower()), None)
-    if sample is not None and (sample.fault or sample.free_memory_bytes is not None):
-        return replace(sample, device=device)
-    instance = f"MIG-{properties.uuid}"
-    if any(instance.lower() == known.lower() for gpu in samples for known in gpu.instances):
-        return _describe_by_torch(device, properties.name, instance)
-    # A GPU that shares the host's memory has no figures of its own: torch knows how much it may use.
-    by_torch = _describe_by_torch(device, properties.name, uuid)
-    if sample is None:
-        return by_torch
-    total, free = by_torch.total_memory_bytes, by_torch.free_memory_bytes
-    return replace(sample, device=device, total_memory_bytes=total, free_memory_bytes=free, fault=by_torch.fault)
-
-
-def _describe_by_torch(device: "torch.device", name: str, uuid: str | None, fault: str | None = None) -> DeviceSample:
-    import torch
-
-    free = total = None
-    try:
-        free, total = (None, None) if fault else torch.accelerator.get_memory_info(device)
-    except (RuntimeError, NotImplementedError) as error:
-        # MPS has no figures; a GPU on which CUDA makes no context can't be used.
-        fault = _fault_of(error) if device.type == "cuda" and torch.version.hip is None else None
-    return DeviceSample(
-        index=None, name=name, uuid=uuid, total_memory_bytes=total, free_memory_bytes=free, device=device, fault=fault
+    found = DeviceSample(
+        index=None, name=device.type.upper(), uuid=None, total_memory_bytes=None, free_memory_bytes=None
     )
-
-
-def _fault_of(error: Exception) -> str:
-    first, *_ = str(error).splitlines() or [type(error).__name__]
-    return f"doesn't answer: {first}"
+    try:
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            uuid = str(properties.uuid).lower()
+            is_instance = any(f"mig-{uuid}" == known.lower() for gpu in samples for known in gpu.instances)
+            found = replace(found, name=properties.name, uuid=f"{'MIG' if is_instance else 'GPU'}-{properties.uuid}")
+            found = next((gpu for gpu in samples if (gpu.uuid or "").lower() == f"gpu-{uuid}"), found)
+        if found.fault is None and found.free_memory_bytes is None:
+            # A GPU that shares the host's memory has no figures of its own: torch knows how much it may use.
+            free, total = torch.accelerator.get_memory_info(device)
+            found = replace(found, free_memory_bytes=free, total_memory_bytes=total)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if device.type == "cuda" and torch.version.hip is None:  # CUDA has lost it; MPS has no figures
+            found = replace(found, fault=f"doesn't answer: {str(error).partition(chr(10))[0]}")
+    return replace(found, device=device)
 
 
 def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
@@ -158,11 +139,7 @@ def has_known_order(environ: Mapping[str, str], devices: Sequence[DeviceSample])
 
 
 def predict_names(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> dict[str, str]:
-    """Say what torch would call each device that CUDA would use, by UUID, without loading torch.
-
-    Returns:
-        ``cuda:0`` and so on, in this order; ``cuda:?`` where the order is not known before CUDA is asked.
-    """
+    """Say by UUID what torch would call each device that CUDA would use; ``cuda:?`` where only CUDA knows."""
     by_uuid = environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-")
     is_known = by_uuid or (has_known_order(environ, devices) and not any(device.fault for device in devices))
     visible = [device for device in resolve_environ(environ, devices) if device.fault is None]
