@@ -140,11 +140,7 @@ def _measure_apart(text: str) -> None:
 
 
 def find_devices(num_gpus: int | None, cpu: bool) -> tuple[str, int]:
-    """Decide on what to train: ``"cuda"`` or ``"cpu"``, and how many devices or replicas.
-
-    Raises:
-        DeviceError: there are GPUs, but fewer.
-    """
+    """Decide on what to train: ``"cuda"`` or ``"cpu"``, and how many devices or replicas."""
     import torch
 
     there = torch.cuda.device_count() if not cpu and torch.cuda.is_available() else 0
@@ -156,11 +152,7 @@ def find_devices(num_gpus: int | None, cpu: bool) -> tuple[str, int]:
 
 
 def run_row(model: str, peer: str, timeout: float, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure a row in a process of its own; a hang or a failure is its result.
-
-    Raises:
-        OptionError: the model can't be found or made, which would go wrong in every row.
-    """
+    """Measure a row in a process of its own; a hang or a failure is its result, but for a model that can't be made."""
     from everygpu.bench.timing import run_command
 
     row = {"model": model, "peer": peer, **conditions}

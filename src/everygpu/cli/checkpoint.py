@@ -49,7 +49,10 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
         console.print(plain(line))
     tensors = tensors_of(contents)
     if tensors:
-        console.print(build_tree(grow(tensors), path.name, depth))
+        root = grow(tensors)
+        tree = Tree(plain(f"{path.name}  {_totals(root)}"))
+        _add(tree, root, depth)
+        console.print(tree)
 
 
 @checkpoint.command("verify", short_help="Check a checkpoint against its SHA256SUMS, or that it can be read.")
@@ -138,13 +141,6 @@ def grow(tensors: "Mapping[str, Tensor]") -> Node:
             node.size_bytes += size
         node.tensors[last] = tensor
     return root
-
-
-def build_tree(root: Node, name: str, depth: int | None) -> Tree:
-    """Lay a tree of modules out for a terminal."""
-    tree = Tree(plain(f"{name}  {_totals(root)}"))
-    _add(tree, root, depth)
-    return tree
 
 
 def summarise(contents: "Contents") -> Iterable[str]:

@@ -43,17 +43,11 @@ def plan_run(
     wait_s: float = 0.0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Choose the GPUs for a script, and reserve them.
-
-    Raises:
-        DeviceError: too few fit; the message has a table of every GPU. Where nothing is asked for and there is none,
-            the CPU will do.
-    """
+    """Choose the GPUs for a script, and reserve them; where nothing is asked for and there is none, the CPU will do."""
     samples = nvml.sample_devices() or []
     text = environ.get("CUDA_VISIBLE_DEVICES")
     sound = [gpu for gpu in samples if gpu.fault is None]
-    lost = ", ".join(f"{gpu.label} {gpu.fault}" for gpu in samples if gpu.fault is not None)
-    lost = f"{lost}. `everygpu doctor` says what to do." if lost else ""
+    lost = " ".join(nvml.explain_lost(samples))
     if demand.is_empty and ((sound and all(gpu.is_mig for gpu in sound)) or (text or "").startswith("MIG-")):
         return Plan(note=lost or None)  # CUDA uses one instance, the first unless the variable names another
     if demand.is_empty and not _fits(samples, request, demand, environ):
@@ -105,11 +99,7 @@ def choose_gpus(
     holders: Mapping[str, Holder] | None = None,
     use_cpu: str = "",
 ) -> list[DeviceSample]:
-    """Take the GPUs that are visible, asked for, and free enough.
-
-    Raises:
-        DeviceError: too few; the message has a table of every GPU.
-    """
+    """Take the GPUs that are visible, asked for, and free enough."""
     visible = resolve_environ(environ, samples)
     everything = [*visible, *(gpu for gpu in samples if gpu not in visible)]
     refused = refuse_held(everything, holders or {})

@@ -101,9 +101,9 @@ def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tup
 
 def explain_hidden(rows: Sequence[Row]) -> list[str]:
     """Say why torch doesn't use some GPUs."""
-    lost = [gpu for _, gpu in rows if gpu.fault is not None]
+    lost = nvml.explain_lost(gpu for _, gpu in rows)
     num_hidden = sum(name is None and gpu.fault is None for name, gpu in rows)
-    notes = [harmless(f"{gpu.label} {gpu.fault}. `everygpu doctor` says what to do.") for gpu in lost]
+    notes = list(map(harmless, lost))
     if any(name == "cuda:?" for name, _ in rows):
         unlike = "CUDA numbers unlike GPUs fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or pass --torch."
         notes.append("Where a GPU is lost, only torch knows CUDA's numbers: pass --torch." if lost else unlike)

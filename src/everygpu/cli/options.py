@@ -70,8 +70,25 @@ def _read_excluded(context: click.Context, option: click.Parameter, texts: tuple
     return tuple(entry.strip() for text in texts for entry in text.split(","))
 
 
-# Names are those of ``Demand``.
-_FILTERS = {
+Filters = Mapping[str, Any]
+"""The filters that are given, by their names, which are those of ``Demand``."""
+
+
+def option_group(argument: str, options: Mapping[str, Callable[..., Any]]) -> Callable[..., Callable[..., None]]:
+    """Make a decorator that adds options to a command, which gets those that are given as one argument, by name."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def collect(**values: Any) -> None:
+            found = {name: values.pop(name) for name in options}
+            command(**values, **{argument: {name: x for name, x in found.items() if x not in (None, ())}})
+
+        return functools.reduce(lambda made, option: option(made), list(options.values())[::-1], collect)
+
+    return decorate
+
+
+filter_options = option_group("filters", {
     "min_free_memory": click.option(
         "--min-free", "min_free_memory", type=Size(), metavar="SIZE", help="Minimum free memory, such as 8GiB."
     ),
@@ -81,20 +98,4 @@ _FILTERS = {
         "--exclude", multiple=True, callback=_read_excluded, metavar="GPU",
         help="Skip these indices, names or UUIDs: 0,T400.",
     ),
-}  # fmt: skip
-Filters = Mapping[str, Any]
-"""The filters that are given, by their names."""
-
-
-def filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the filters to a command, which gets those that are given as ``filters``."""
-
-    @functools.wraps(command)
-    def collect(**options: Any) -> None:
-        values = {name: options.pop(name) for name in _FILTERS}
-        given = {k: v for k, v in values.items() if v not in (None, ())}
-        command(filters=given, **options)
-
-    for option in reversed(_FILTERS.values()):
-        collect = option(collect)
-    return collect
+})  # fmt: skip

@@ -1,18 +1,16 @@
 """``everygpu run``: choose the GPUs before torch is loaded, then be ``python script.py`` or torchrun."""
 
-import functools
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import click
 
 from everygpu.cli.choose import NO_GPU, Plan, plan_run
-from everygpu.cli.options import Filters, Request, Seconds, filter_options, read_request
+from everygpu.cli.options import Filters, Request, Seconds, filter_options, option_group, read_request
 from everygpu.cli.output import say
 from everygpu.cli.script import OPTIONS, launch, require_script, run_script, torchrun_arguments
 from everygpu.devices import nvml
@@ -32,19 +30,11 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
     return int(text)
 
 
-def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add torchrun's options; the command gets those that are given as ``options``."""
-    names = {name.removeprefix("--").replace("-", "_"): name for name in OPTIONS}
-
-    @functools.wraps(command)
-    def collect(**values: Any) -> None:
-        given = {name: values.pop(key) for key, name in names.items()}
-        command(options={name: value for name, value in given.items() if value is not None}, **values)
-
-    for key, name in names.items():
-        spellings = dict.fromkeys((name, f"--{key}"))  # as torchrun's
-        collect = click.option(*spellings, key, hidden=True)(collect)
-    return collect
+_NAMES = {name.removeprefix("--").replace("-", "_"): name for name in OPTIONS}
+torchrun_options = option_group(  # in both of torchrun's spellings
+    "torchrun",
+    {key: click.option(*dict.fromkeys((name, f"--{key}")), key, hidden=True) for key, name in _NAMES.items()},
+)
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -91,7 +81,7 @@ def run_chosen(
     split: str | None,
     watchdog: float,
     processes: int | None,
-    options: Mapping[str, str],
+    torchrun: Mapping[str, str],
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -110,6 +100,7 @@ def run_chosen(
         raise click.UsageError("--processes auto counts GPUs, and --cpu hides them. Pass --processes N --cpu.")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout needs --wait.")
+    options = {_NAMES[key]: value for key, value in torchrun.items()}
     if options and processes is None:
         raise click.UsageError(f"{next(iter(options))} is torchrun's. Add --processes.")
     require_script(script, is_module)
@@ -150,7 +141,7 @@ def _run_here(plan: Plan, watchdog_s: float, script: str, args: Sequence[str], i
 
 
 def _had_children() -> bool:
-    """Tell whether this process has waited for others, which may have used the GPUs."""
+    """Whether this process has waited for others, which may have used the GPUs."""
     if sys.platform == "win32":
         return False
     import resource

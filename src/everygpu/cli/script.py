@@ -24,15 +24,10 @@ def require_script(script: str, is_module: bool) -> None:
 
 
 def run_script(script: str, args: Sequence[str], is_module: bool = False) -> str | int | None:
-    """Run a file, or a module, to its end.
+    """Run a file, or a module, to its end, show its error, and return what to give to ``sys.exit``.
 
-    Returns:
-        What to give to ``sys.exit``: the script's own exit code or message; 1 after an exception, whose traceback
-        has been shown, 5 after one that says that the training's numbers are wrong; 130 after an interrupt.
-    Source:
-        ``runpy``. We differ as ``python`` itself does: ``sys.argv[0]`` is the path as written while ``__file__`` is
-        absolute, and ``__main__`` stays the script's module, so that threads, exit handlers and worker processes
-        that outlive its last line still find it.
+    Like ``python``, unlike ``runpy``: ``sys.argv[0]`` is the path as written while ``__file__`` is absolute, and
+    ``__main__`` stays the script's module, which threads, exit handlers and worker processes still find afterwards.
     """
     file: str | None = None
     try:
@@ -135,14 +130,7 @@ def torchrun_arguments(
 
 
 def launch(arguments: Sequence[str]) -> tuple[int, str | None]:
-    """Run torchrun in this process, which holds what it has reserved.
-
-    Returns:
-        The exit code of the process that failed first, 128 and the signal if one ended it or us, or 0; and a
-        line that says which it was.
-    Source:
-        ``torch.distributed.run.main``, which is the ``torchrun`` command.
-    """
+    """Run torchrun in this process, which holds what it has reserved; return the first failure's code, and a line."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -101,6 +101,11 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     return [sample for sample in samples if sample is not None]
 
 
+def explain_lost(samples: Iterable[DeviceSample]) -> list[str]:
+    """Say which GPUs don't answer, a line each."""
+    return [f"{gpu.label} {gpu.fault}. `everygpu doctor` says what to do." for gpu in samples if gpu.fault is not None]
+
+
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
     """Ask NVML for the driver's version, or say why that, or its number of GPUs, can't be asked."""
 

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The arguments of ``select_devices``: how many devices, and what each must have.
-
-    Raises:
-        OptionError: one that means nothing.
-    """
+    """The arguments of ``select_devices``: how many devices, and what each must have."""
 
     count: int | None = None
     min_free_memory: int | str | None = None

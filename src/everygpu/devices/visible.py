@@ -41,9 +41,8 @@ def visible_devices() -> list[DeviceSample]:
 
     if torch.cuda.is_available():
         samples = [] if torch.version.hip else nvml.sample_devices() or []
-        for gpu in samples:
-            if gpu.fault is not None:
-                logger.warning("%s %s. `everygpu doctor` says what to do.", gpu.label, gpu.fault)
+        for line in nvml.explain_lost(samples):
+            logger.warning("%s", line)
         return [_describe(torch.device("cuda", index), samples) for index in range(torch.cuda.device_count())]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return [] if accelerator is None else [_describe(accelerator, [])]
@@ -87,13 +86,11 @@ def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> Device
 
 
 def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
-    """Apply the driver's rules for ``CUDA_VISIBLE_DEVICES``.
+    """Apply the driver's rules for ``CUDA_VISIBLE_DEVICES``: return positions in ``uuids``, in the order of CUDA.
 
     The first entry decides whether the list holds indices or UUIDs; an entry of the other kind, an unknown one, or a
     prefix that several devices share ends the list before it. The same device twice empties the list.
 
-    Returns:
-        Positions in ``uuids``, in the order in which CUDA numbers what is left.
     Source:
         CUDA programming guide, environment variables; where it is silent, what driver 580.159 does on
         two H200s: an index ends at the first character that is no digit, UUIDs match in any case and may be
