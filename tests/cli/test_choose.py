@@ -103,6 +103,12 @@ def test_auto_falls_to_the_cpu_with_one_line(plan, environ, words):
     assert "\n" not in made.note
 
 
+def test_indices_that_may_not_be_cudas_are_told_once(plan, caplog):
+    plan("1", samples=[make_sample(0, name="NVIDIA T400"), *BOX[1:]], CUDA_VISIBLE_DEVICES="1,2")
+    (record,) = caplog.records
+    assert "is read in PCI order" in record.message
+
+
 @pytest.mark.parametrize(
     ("gpus", "min_free", "environ", "words"),
     [

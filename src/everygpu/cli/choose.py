@@ -11,7 +11,7 @@ from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import OWN, Holder, Reservation, reserve
 from everygpu.devices.select import Demand, choose, refuse_held
-from everygpu.devices.visible import resolve_environ
+from everygpu.devices.visible import pick_visible, resolve_environ
 from everygpu.errors import DeviceError
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
@@ -46,6 +46,7 @@ def plan_run(
     """Choose the GPUs for a script, and reserve them; where nothing is asked for and there is none, the CPU will do."""
     samples = nvml.sample_devices() or []
     text = environ.get("CUDA_VISIBLE_DEVICES")
+    resolve_environ(environ, samples)  # which warns, once
     sound = [gpu for gpu in samples if gpu.fault is None]
     lost = " ".join(nvml.explain_lost(samples))
     if demand.is_empty and ((sound and all(gpu.is_mig for gpu in sound)) or (text or "").startswith("MIG-")):
@@ -100,7 +101,8 @@ def choose_gpus(
     use_cpu: str = "",
 ) -> list[DeviceSample]:
     """Take the GPUs that are visible, asked for, and free enough."""
-    visible = resolve_environ(environ, samples)
+    places = pick_visible(environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid or "" for gpu in samples])
+    visible = [samples[place] for place in places]
     everything = [*visible, *(gpu for gpu in samples if gpu not in visible)]
     refused = refuse_held(everything, holders or {})
     for i, gpu in enumerate(everything):
