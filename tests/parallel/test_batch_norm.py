@@ -98,16 +98,19 @@ def test_second_derivatives_are_refused(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_keeps_its_dtype(devices: Devices, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_half_precision_keeps_its_dtype(devices: Devices, dtype: torch.dtype, is_whole: bool) -> None:
+    """Of inputs alone, or of the layer as well."""
     used = devices(2)
-    layer = everygpu.SyncBatchNorm(4).to(used[0])
+    layer = everygpu.SyncBatchNorm(4).to(used[0], dtype if is_whole else torch.float32)
     plain = nn.BatchNorm1d(4).to(used[0])
     x = torch.randn(10, 4, device=used[0]) * 3 + 1
     out = everygpu.gather(everygpu.DataParallel(layer, used)(x.to(dtype).requires_grad_()))
     assert out.dtype is dtype
     torch.testing.assert_close(out.float(), plain(x), rtol=0.02, atol=0.02)
     out.float().square().sum().backward()
-    assert layer.weight.grad.dtype is torch.float32
+    assert layer.weight.grad.dtype is layer.weight.dtype
+    torch.testing.assert_close(layer.running_var.float(), plain.running_var, rtol=0.01, atol=0.01)
 
 
 def test_under_a_training_step(devices: Devices) -> None:
@@ -128,67 +131,119 @@ def test_under_a_training_step(devices: Devices) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Convolutions and normalisations, the same layer used twice, run again in backward."""
+    """A normalisation in a region that is run again in backward, or beside one."""
 
-    def __init__(self, *, reentrant: bool = False) -> None:
+    def __init__(self, *, reentrant: bool = False, is_within: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.norm, self.other = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-        self.reentrant = reentrant
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.reentrant, self.is_within = reentrant, is_within
 
     def block(self, x: Tensor) -> Tensor:
-        """Has a region within the region, where these are not reentrant."""
-        if self.reentrant:
-            x = self.norm(self.first(x)).relu()
-        else:
-            x = checkpoint(lambda x: self.norm(self.first(x)).relu(), x, use_reentrant=False)
-        return self.norm(self.other(self.second(x)).tanh() * 2 + 1).sin()
+        x = self.first(x).tanh()
+        return (self.norm(x) if self.is_within else x).sin()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.reentrant).flatten(1)
+        x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return (x if self.is_within else self.norm(x)).flatten(1)
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_activation_checkpointing(devices: Devices, forwards: int) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_with_this_layer_is_refused(devices: Devices, reentrant: bool) -> None:
+    used = devices(2)
+    ours = everygpu.SyncBatchNorm.convert(Checkpointed(reentrant=reentrant).double().to(used[0]))
+    for _ in range(2):
+        out = everygpu.DataParallel(ours, used)(images(6, used[0]).requires_grad_())
+        with pytest.raises(CallError, match="Leave this layer out"):
+            out.sum().backward()
+    # On one device it is an ordinary layer: a copy knows of no other replicas.
+    alone = copy.deepcopy(ours)
+    everygpu.DataParallel(alone, used[:1])(images(6, used[0]).requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_beside_this_layer(devices: Devices, reentrant: bool) -> None:
     used = devices(3)
-    plain = Checkpointed().double().to(used[0])
+    plain = Checkpointed(reentrant=reentrant, is_within=False).double().to(used[0])
     ours = everygpu.SyncBatchNorm.convert(copy.deepcopy(plain))
-    model = everygpu.DataParallel(ours, used)
 
     def use(net: nn.Module) -> list[Tensor]:
-        xs = [images(7 + k, used[0]).requires_grad_() for k in range(forwards)]
+        xs = [images(7 + k, used[0]).requires_grad_() for k in range(2)]
         sum(net(x).square().mean() for x in xs).backward()
         return [x.grad for x in xs]
 
     for _ in range(2):
-        both_ways(model, plain, use)
-    # Running again changes the running statistics once more in torch, here not.
-    assert ours.other.num_batches_tracked == 2 * forwards
+        both_ways(everygpu.DataParallel(ours, used), plain, use)
+    assert_same(ours, plain)
 
 
-def test_forwards_of_one_mean_before_one_backward(devices: Devices) -> None:
-    used = devices(3)
-    plain = Checkpointed().double().to(used[0])
-    model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(copy.deepcopy(plain)), used)
-    x = images(7, used[0])
-    means = x.mean((0, 2, 3), keepdim=True)
+def test_saved_tensor_hooks_of_others(devices: Devices) -> None:
+    """A hook that closes over a variable with the name that torch's checkpoints have for theirs is no checkpoint."""
+    used = devices(2)
+    plain, ours, model = pair(used)
+    frame: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        frame.append(x.numel())
+        return x
 
     def use(net: nn.Module) -> list[Tensor]:
-        xs = [(means + (x - means) * k).requires_grad_() for k in (1, 3, 0.5)]
-        for factor, out in enumerate([net(each) for each in xs], 1):
-            (out.square().mean() * factor).backward(retain_graph=True)
-        return [each.grad for each in xs]
+        x = images(6, used[0]).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autograd.graph.save_on_cpu():
+            loss = net(x).square().mean()
+        loss.backward()
+        return [x.grad]
 
     both_ways(model, plain, use)
+    assert_same(ours, plain)
 
 
-def test_reentrant_checkpointing_is_refused(devices: Devices) -> None:
-    used = devices(2)
-    ours = everygpu.SyncBatchNorm.convert(Checkpointed(reentrant=True).double().to(used[0]))
-    out = everygpu.DataParallel(ours, used)(images(6, used[0]).requires_grad_())
-    with pytest.raises(ReplicaError, match="use_reentrant=False"):
-        out.sum().backward()
+class Chosen(nn.Module):
+    """Normalises the rows that are chosen: a share may have none."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        return x.index_put((chosen,), self.norm(x[chosen]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_shares_without_rows_count_nothing(devices: Devices, dtype: torch.dtype, momentum: float | None) -> None:
+    used = devices(3)
+    plain = Chosen(nn.BatchNorm1d(4, momentum=momentum)).to(used[0], dtype)
+    ours = everygpu.SyncBatchNorm.convert(copy.deepcopy(plain))
+    model = everygpu.DataParallel(ours, used)
+    draw = torch.Generator().manual_seed(0)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for counts in [(3, 0, 2), (0, 0, 0), (0, 4, 0), (1, 1, 1)]:
+        x = torch.randn(12, 4, generator=draw, dtype=torch.float64)
+        x[:, 0] = -x[:, 0].abs()
+        for i, num in enumerate(counts):
+            x[4 * i : 4 * i + num, 0] *= -1
+        x = x.to(used[0], dtype)
+        found = []
+        for net in (model, plain):
+            net.zero_grad()
+            y = x.detach().requires_grad_()
+            out = net(y)
+            out.float().square().mean().backward()
+            found.append([everygpu.gather(out) if net is model else out, y.grad, *(p.grad for p in net.parameters())])
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+        assert not any(value.isnan().any() for value in ours.state_dict().values())
+        torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_empty_batch_leaves_statistics_alone_as_torch_does(devices: Devices, dtype: torch.dtype) -> None:
+    plain = nn.BatchNorm1d(4).to(devices(1)[0], dtype)
+    ours = everygpu.SyncBatchNorm.convert(copy.deepcopy(plain))
+    for net in (plain, everygpu.DataParallel(ours, devices(2))):
+        net(torch.zeros(0, 4, device=devices(1)[0], dtype=dtype))
+    assert_same(ours, plain)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,6 +1,5 @@
 """Batch normalisation over the rows of all replicas."""
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,10 +14,10 @@ from everygpu.errors import CallError, CaptureError, ModuleError, ReplicaError
 from everygpu.parallel.buckets import Streams
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
 from everygpu.ranks.group import Group, SpreadBatch, batch_of_forward
-from everygpu.torch_private.core import BatchNorm, backward_id, checkpoint_frames, without_saved_tensor_hooks
+from everygpu.torch_private.core import BatchNorm
 
 Module = TypeVar("Module", bound=nn.Module)
-ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "RegionStatistics"]
+ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "_Shared"]
 ReplicaOutput = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
 
 
@@ -45,17 +44,17 @@ class SyncBatchNorm(BatchNorm):
         num_features: Number of channels, the size of dimension 1.
         eps, momentum, affine, track_running_stats, device, dtype: As for ``torch.nn.BatchNorm2d``.
     Raises:
-        ReplicaError: in forward, when replicas reach different layers, or in reentrant activation checkpointing.
+        ReplicaError: in forward, when replicas reach different layers.
         ValueError: in forward, when the input has fewer than 2 dimensions, or one value per channel in the whole batch.
-        CallError: in backward, with ``create_graph=True``.
+        CallError: in backward, with ``create_graph=True``, or when an activation checkpoint around this layer has one
+            of several replicas run it again. One around the whole model may.
     Source:
         ``torch.nn.SyncBatchNorm``, which synchronises processes, not the replicas within one.
     """
 
     def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
-        # Shared by all replicas, as every attribute that is no part of the module tree.
-        self._statistics = RegionStatistics()
+        self._shared = _Shared()  # as every object in an attribute
 
     @classmethod
     def convert(cls, module: Module) -> Module:
@@ -100,13 +99,15 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        if is_recomputing():
-            return _run_again(input, self.weight, self.bias, self.eps, self._statistics)
+        if self._shared.is_parted and is_recomputing() and batch_of_forward() is None:
+            raise CallError(
+                "SyncBatchNorm: can't be run again in backward by one replica alone, as an activation checkpoint does. "
+                "Leave this layer out of torch.utils.checkpoint.checkpoint, or checkpoint the whole model."
+            )
         # A node of their own on the parameters' device: torch warns of gradients from other devices.
         weight, bias = (None if p is None else p.view_as(p) for p in (self.weight, self.bias))
-        normalize = partial(_normalize_together, self.eps, self._statistics)
-        output, mean, var, count = barrier((input, weight, bias, self._statistics), normalize)
-        self._statistics.keep(mean, var)
+        normalize = partial(_normalize_together, self.eps, self._shared)
+        output, mean, var, count = barrier((input, weight, bias, self._shared), normalize)
         if self.training and self.running_mean is not None:
             self._update_running_stats(mean, var, count)
         return output  # type: ignore[no-any-return]
@@ -123,65 +124,28 @@ class SyncBatchNorm(BatchNorm):
         self.num_batches_tracked.add_(1)
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         others = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(1, count - 1)
-        self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
-        self.running_var.mul_(1 - factor).add_((var * (count / others)).to(self.running_var.dtype), alpha=factor)
+        for running, new in ((self.running_mean, mean), (self.running_var, var * (count / others))):
+            updated = _upcast(running).mul(1 - factor).add(new, alpha=factor)
+            if isinstance(count, Tensor):
+                running.copy_(torch.where(count == 0, running, updated))
+            elif count:  # as in torch, a batch without values leaves them alone
+                running.copy_(updated)
 
 
-class RegionStatistics:
-    """Mean and variance of a layer's forwards in checkpointed regions, for when a region is run again.
+class _Shared:
+    """What a layer and its replicas have in common."""
 
-    By the region's frame, which lives as long as its graph, in the order of calls. Copies of the layer start empty.
-    """
+    is_parted = False
+    """Whether several replicas, or ranks, have normalised together: a part of them can't do it again by itself."""
 
-    def __init__(self) -> None:
-        self._kept: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-        self._places: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """By frame, the backward that runs it again, and how many calls of it were answered."""
-
-    def keep(self, mean: Tensor, var: Tensor) -> None:
-        """Keep what a call has found, on its replica's device."""
-        for frame in checkpoint_frames()[0]:
-            self._kept.setdefault(frame, []).append((mean, var))
-
-    def again(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the call that is run again has found; None where that isn't known."""
-        frame = checkpoint_frames()[1]
-        if frame is None:
-            return None
-        backward, place = self._places.get(frame, (None, 0))
-        place, kept = place if backward == backward_id() else 0, self._kept.get(frame, [])
-        if place >= len(kept):
-            return None
-        self._places[frame] = backward_id(), place + 1
-        self.keep(*kept[place])  # regions within this one are made anew
-        return kept[place]
-
-    def __deepcopy__(self, memo: Any) -> "RegionStatistics":
-        return RegionStatistics()
-
-    def __reduce__(self) -> Any:
-        return RegionStatistics, ()
+    def __reduce__(self) -> Any:  # a copy begins anew
+        return _Shared, ()
 
 
-def _run_again(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kept: RegionStatistics) -> Tensor:
-    """Return the layer's output of the forward again, for a checkpointed region that is recomputed."""
-    statistics = kept.again()
-    if statistics is None:  # reentrant: the region's own graph is needed, of which one replica has its part
-        raise ReplicaError(
-            "SyncBatchNorm: a checkpointed region with this layer can't have its whole graph made again by one "
-            "replica alone. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
-        )
-    with torch.no_grad():
-        y = F.batch_norm(x, *statistics, weight, bias, training=False, eps=eps)
-    # The graph has the node of the forward; the output only needs requires_grad for what follows to be recorded.
-    connected = x.requires_grad or any(t is not None and t.requires_grad for t in (weight, bias))
-    return y.requires_grad_(connected and torch.is_grad_enabled())
-
-
-def _normalize_together(eps: float, live: RegionStatistics, inputs: list[ReplicaInput]) -> list[ReplicaOutput]:
+def _normalize_together(eps: float, shared: _Shared, inputs: list[ReplicaInput]) -> list[ReplicaOutput]:
     """Normalise all replicas' inputs in one node of the graph, whose backward therefore receives all gradients."""
     xs, weights, biases, layers = zip(*inputs)
-    if any(layer is not live for layer in layers):
+    if any(layer is not shared for layer in layers):
         raise ReplicaError(
             "SyncBatchNorm: replicas came to different layers at the same time. "
             "All replicas must take the same way through the model."
@@ -194,14 +158,13 @@ def _normalize_together(eps: float, live: RegionStatistics, inputs: list[Replica
         whole.check_counts()
     if whole is not None and xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
-    # Even in a checkpointed region: the node belongs to all replicas, and one alone can't recompute what it saves.
-    with without_saved_tensor_hooks():
-        if whole is None and len(xs) == 1:  # torch's own node, which can be differentiated twice
-            with torch.no_grad():
-                var, mean = torch.var_mean(_upcast(xs[0]), _dims(xs[0]), correction=0)
-            y = F.batch_norm(xs[0], None, None, weights[0], biases[0], training=True, eps=eps)
-            return [(y, mean, var, _count(xs))]
-        mean, var, total, *ys = _Normalize.apply(eps, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    if whole is None and len(xs) == 1:  # torch's own node, which can be differentiated twice
+        with torch.no_grad():
+            mean, var = _statistics(xs)
+        y = F.batch_norm(xs[0], None, None, weights[0], biases[0], training=True, eps=eps)
+        return [(y, mean, var, _count(xs))]
+    shared.is_parted = True
+    mean, var, total, *ys = _Normalize.apply(eps, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     count = _count(xs) if total is None else total
     return [(y, m, v, count) for y, (m, v) in zip(ys, _copy_to_each([mean, var], xs))]
 
@@ -227,7 +190,7 @@ class _Normalize(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in (mean, var, count) if t is not None))
         ctx.set_materialize_grads(False)
         ys = (
-            F.batch_norm(x, m, v, w, b, training=False, eps=eps)
+            F.batch_norm(x, m, v, w if w is None else _upcast(w), b if b is None else _upcast(b), eps=eps)
             for x, w, b, (m, v) in zip(xs, weights, biases, _copy_to_each([mean, var], xs))
         )
         # The first output is where autograd runs this node: on the first replica's device.
@@ -267,6 +230,9 @@ def _statistics(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return mean and variance per channel over all tensors, on the first one's device."""
     device, count = xs[0].device, _count(xs)
     filled = [x for x in xs if x.numel()]
+    if not filled:
+        empty = torch.zeros(xs[0].shape[1], dtype=_upcast(xs[0]).dtype, device=device)
+        return empty, empty
     pairs = [torch.var_mean(_upcast(x), _dims(x), correction=0) for x in filled]
     shares = [x.numel() // x.shape[1] / count for x in filled]
     variances, means = zip(*_copy_to_one(pairs, device))
@@ -277,15 +243,13 @@ def _statistics(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _statistics_over(group: Group, xs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance per channel over all ranks' tensors, and how many values; a rank may have no rows."""
-    own, channels = _count(xs), xs[0].shape[1]
-    empty = torch.zeros(channels, dtype=_upcast(xs[0]).dtype, device=xs[0].device)
-    mean, var = _statistics(xs) if own else (empty, empty)
-    rows = empty.new_zeros(group.size, 2 * channels + 1)
-    rows[group.rank] = torch.cat([mean, var, mean.new_full((1,), own)])
+    channels, (mean, var) = xs[0].shape[1], _statistics(xs)
+    rows = mean.new_zeros(group.size, 2 * channels + 1)
+    rows[group.rank] = torch.cat([mean, var, mean.new_full((1,), _count(xs))])
     group.all_reduce(rows)()
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     count = counts.sum()
-    shares = counts / count
+    shares = counts / count.clamp(min=1)
     mean = (means * shares).sum(0)
     return mean, ((variances + (means - mean).square()) * shares).sum(0), count
 

@@ -1,7 +1,6 @@
 """Tensors, autograd, modes, containers, CUDA and process groups: private torch but for its compiler."""
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -72,44 +71,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     # True: no error where hooks are disabled, as within ``disable_saved_tensors_hooks``.
     found: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
-
-
-push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-"""Enter hooks that were left by ``pop_saved_tensor_hooks``."""
-
-pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Leave the innermost hooks, which another's context manager has entered."""
-
-
-@contextmanager
-def without_saved_tensor_hooks() -> Iterator[list[SavedTensorHooks]]:
-    """Leave all saved-tensor hooks of this thread within, and give them, the innermost first."""
-    hooks: list[SavedTensorHooks] = []
-    while (top := top_saved_tensor_hooks()) is not None:
-        hooks.append(top)
-        pop_saved_tensor_hooks()
-    try:
-        yield hooks
-    finally:
-        for pack, unpack in reversed(hooks):
-            push_saved_tensor_hooks(pack, unpack)
-
-
-def checkpoint_frames() -> tuple[list[Any], Any]:
-    """Return the frames of the checkpointed regions of this thread, innermost first, and that of the one run again."""
-    # ``torch.utils.checkpoint`` keeps them in the closures of its hooks.
-    with without_saved_tensor_hooks() as hooks:
-        pass
-    frames, again = [], None
-    for pack, _ in hooks:
-        pack = inspect.unwrap(pack)
-        cells = getattr(pack, "__closure__", None) or ()
-        held = dict(zip(pack.__code__.co_freevars, (c.cell_contents for c in cells))) if cells else {}
-        if "target_frame_ref" in held:
-            again = held["target_frame_ref"]() if again is None else again
-        elif "frame" in held:
-            frames.append(held["frame"])
-    return frames, again
 
 
 NO_BACKWARD = -1
