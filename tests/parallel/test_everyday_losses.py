@@ -2,6 +2,7 @@
 
 import logging
 import random
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -327,6 +328,56 @@ def test_without_gradients_nothing_is_seen_so_rows_count(said):
 def test_a_loss_of_a_single_row_is_no_row(name):
     found, expected, _ = compare(SEEN[name], mean, 3, batch=batch_of(3))
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def loss_for_causal_lm(logits, labels):
+    return F.cross_entropy(*shifted(logits.float(), labels))
+
+
+class OfALibrary(Model):
+    """As a model of ``transformers``."""
+
+    @property
+    def loss_function(self):
+        return getattr(self, "_loss_function", loss_for_causal_lm)
+
+    @loss_function.setter
+    def loss_function(self, function):
+        self._loss_function = function
+
+    def forward(self, ids, labels):
+        self.was_called = True
+        return {"loss": self.loss(self.loss_function(logits=self.head(self.embed(ids)), labels=labels))}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_transformers_own_loss_functions_are_seen_without_gradients(monkeypatch, said, own, fails):
+    library = SimpleNamespace(LOSS_MAPPING={"ForCausalLM": loss_for_causal_lm})
+    monkeypatch.setitem(sys.modules, "transformers.loss.loss_utils", library)
+    ids, labels = batch_of()
+    net = OfALibrary(lambda x: x)
+    if own:
+        net.loss_function = loss_for_causal_lm
+    attributes = {*vars(net), "was_called"}
+    model = everygpu.DataParallel(net, ["cpu"] * 3)
+    with torch.no_grad():
+        if fails:
+            net.loss = None
+            with pytest.raises(TypeError):
+                model(ids, labels)
+            net.loss = lambda x: x
+        found = model(ids, labels)["loss"]
+        torch.testing.assert_close(found.mean(), net(ids, labels)["loss"], rtol=1e-6, atol=0)
+        assert not found.requires_grad
+        assert not said.records
+        assert set(vars(net)) == attributes
+        assert net.loss_function is loss_for_causal_lm
+        for change in (lambda x: x.mul_(2), lambda x: x + 1):  # as where routers' losses are added
+            said.clear()
+            net.loss = change
+            everygpu.DataParallel(net, ["cpu"] * 3)(ids, labels)["loss"].mean()
+            assert "taken by rows" in said.text
 
 
 def test_losses_of_different_means_that_are_added_say_so(said):

@@ -36,7 +36,7 @@ from everygpu.parallel.replicas.module_tree import check_module, place_module, w
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
-from everygpu.parallel.scatter.denominator import LabelCheck
+from everygpu.parallel.scatter.denominator import LabelCheck, seeing_losses
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
@@ -95,8 +95,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
         weight: How much a share of the batch counts beside others', among replicas and, under torchrun, among ranks:
             called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
-            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, ``labels`` that the
-            model's loss doesn't ignore count where it is called with such, else rows.
+            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, what torch's
+            ``cross_entropy`` or ``nll_loss`` has divided the loss by counts, else rows.
         shard: For models that don't fit one GPU, with one process a GPU: what each has only its part of.
             ``"parameters"``: parameters, gradients and the optimizer's states; a block's parameters are whole while it
             runs. ``"gradients"``: the same, with parameters whole from forward to backward: faster, and larger.
@@ -337,7 +337,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         else:
             modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
-        outputs = self.parallel_apply(calls, args, kwargs_of)
+        with seeing_losses(() if self._engine.compiles else modules):
+            outputs = self.parallel_apply(calls, args, kwargs_of)
         for lent in self._lock.lent:
             lent.note_writes()
         self._average_buffers(modules, call)

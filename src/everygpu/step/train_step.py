@@ -104,8 +104,7 @@ class TrainStep:
             is left out, and a call soon after raises. ``"ignore"``: nothing looks for it.
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
             how much it counts in an update, of all ranks: such as its tokens that aren't ignored. Left out, it is known
-            what torch's ``CrossEntropyLoss`` and ``NLLLoss`` average over; of a model that returns its loss, ``labels``
-            that it doesn't ignore count; else rows do.
+            what torch's ``cross_entropy`` and ``nll_loss`` average over, where the loss is theirs; else rows count.
         check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
             "Flipped bits" in docs/reliability.md.
     Raises:

@@ -1,11 +1,14 @@
 """What a loss is the mean of: autograd's node of it knows, where torch has computed it."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from everygpu import comm, tree
@@ -33,6 +36,8 @@ def denominator_of(x: Tensor) -> Tensor | None:
         weights = x._layout.weights
         return weights.tensor.sum() if isinstance(weights, DeviceWeights) else None
     node, place = x.grad_fn, x.output_nr
+    if node is None or x._version:  # written to without a graph
+        return None
     while node is not None and x.numel() == 1:
         noted: dict[int, Tensor] | None = _notes_of(node).get(_COUNTED)
         if noted is not None:
@@ -70,6 +75,35 @@ def count_kept(target: Tensor, ignore_index: int, classes: Tensor | None = None)
 
 def are_classes(x: Any) -> bool:
     return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_nested)
+
+
+@contextmanager
+def seeing_losses(modules: Sequence[Any]) -> Iterator[None]:
+    """Have ``transformers``' own loss functions make a graph where models have none, for ``denominator_of`` to see."""
+    library = sys.modules.get("transformers.loss.loss_utils")
+    if library is None or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        yield
+        return
+    known = list(library.LOSS_MAPPING.values())
+    inner: list[Any] = [m for module in modules if isinstance(module, nn.Module) for m in module.modules()]
+    with ExitStack() as undo:
+        for m in [m for m in inner if hasattr(type(m), "loss_function")]:
+            if (function := m.loss_function) in known:
+                own, before = vars(m), dict(vars(m))
+                m.loss_function = partial(_call_with_graph, function)  # a property of its class, which sets another
+                written = {name for name in own if own[name] is not before.get(name)}
+                undo.callback(own.update, {name: before[name] for name in written & before.keys()})
+                for name in written - before.keys():
+                    undo.callback(own.pop, name, None)
+        yield
+
+
+def _call_with_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def begin(x: Any) -> Any:
+        return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    with torch.enable_grad():
+        return function(*map(begin, args), **{name: begin(x) for name, x in kwargs.items()})
 
 
 class LabelCheck:
