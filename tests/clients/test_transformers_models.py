@@ -79,6 +79,31 @@ def test_outputs_and_gradients_equal_one_device(devices, name):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("name", ["GPT2", "Mistral", "Llava", "ViT"])
+def test_losses_of_their_loss_functions_equal_one_devices_without_gradients(devices, name, caplog):
+    kind, config = KINDS[name]
+    torch.manual_seed(0)
+    bare = getattr(transformers, name + kind)(getattr(transformers, name + "Config")(**config))
+    bare = bare.double().to(devices(2)[0]).eval()
+    inputs = {key: value.to(devices(2)[0]) for key, value in inputs_of(name).items()}
+    with torch.no_grad():
+        found, expected = everygpu.DataParallel(bare, devices(2))(**inputs), bare(**inputs)
+        torch.testing.assert_close(found.loss.mean(), expected.loss)
+    assert not found.loss.requires_grad
+    assert "taken by rows" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart", "Whisper"])
+def test_losses_of_their_own_count_by_rows_without_gradients_and_say_so(devices, name, caplog):
+    kind, config = KINDS[name]
+    bare = getattr(transformers, name + kind)(getattr(transformers, name + "Config")(**config))
+    bare = bare.double().to(devices(2)[0]).eval()
+    inputs = {key: value.to(devices(2)[0]) for key, value in inputs_of(name).items()}
+    with torch.no_grad():
+        everygpu.DataParallel(bare, devices(2))(**inputs).loss.mean()
+    assert "taken by rows" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_with_a_trained_prompt_before_each_row_the_first_label_counts(devices, kind):
     peft = pytest.importorskip("peft")

@@ -294,6 +294,13 @@ def test_what_is_not_known_counts_by_rows_and_says_so(name, num, said):
     torch.testing.assert_close(found[0], by_rows.detach(), **CLOSE)
 
 
+def test_tokens_that_a_model_picks_itself_are_found_behind_its_loss(said):
+    ids, labels = batch_of()
+    loss = lambda m, z, y: F.cross_entropy(z[y > 2], y[y > 2]) / 2  # noqa: E731
+    everygpu.DataParallel(Model(loss).double(), ["cpu"] * 2)(ids, labels.clamp(min=0)).mean()
+    assert "taken by rows" in said.text
+
+
 @pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_stays_a_sum(name, num, said):

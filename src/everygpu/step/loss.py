@@ -176,8 +176,8 @@ class BatchWeights:
         seen = None if is_known else denominator_of(loss)
         if seen is not None:
             here, self._is_seen = seen.to(self._home, self._share.dtype), True
-        elif not is_known and self._check.is_due() and (warn := self._check.look([batch], [[loss]])) is not None:
-            warn()
+        elif not is_known and self._check.is_due():
+            self._check.look([batch], [[loss]])()
         is_first = self._unit is None
         if is_first:
             self._unit = self._find_unit(here)

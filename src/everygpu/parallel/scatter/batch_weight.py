@@ -51,9 +51,7 @@ def weigh_batch(
         seen = [x for x in map(denominator_of, results) if x is not None]
         counted = seen[0] if len(seen) == 1 else None
         if counted is None and check is not None and check.is_due():
-            warn = check.look([(args, kwargs, targets)], [results])
-            if warn is not None:
-                warn()
+            check.look([(args, kwargs, targets)], [results])()
     if counted is not None:
         return counted
     rows = find_rows(name_arguments(args, kwargs), dim, num_devices)
@@ -87,7 +85,9 @@ def weigh_results(call: Call, results: Sequence[Tensor], home: torch.device) -> 
     else:
         weights = RowWeights(call.weights)
         if call.label_check is not None:
-            weights.on_mean = call.label_check.look(list(zip(call.args, call.kwargs)), [[x] for x in results])
+            weights.on_mean = call.label_check.look(
+                list(zip(call.args, call.kwargs)), [[x] for x in results], call.weights
+            )
     weights.on_mixed = None if call.label_check is None else call.label_check.warn_of_mixed
     return weights
 

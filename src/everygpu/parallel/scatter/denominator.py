@@ -124,16 +124,17 @@ class LabelCheck:
         self._num_calls += 1
         return not self._num_calls & (self._num_calls - 1)
 
-    def look(self, shares: Sequence[Any], results: Sequence[Sequence[Tensor]]) -> Callable[[], None] | None:
-        """Return what warns where labels that losses leave out are spread unevenly over the shares of a batch.
+    def look(
+        self, shares: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: Sequence[int] = ()
+    ) -> Callable[[], None]:
+        """Return what warns where labels that losses leave out are spread unevenly over the rows of a batch's shares.
 
-        ``results`` were computed of each. Of a single share all labels must count.
+        ``results`` were computed of each. Of a single share, without ``rows``, all labels must count.
         """
-        kept = [list(_kept_in(share, outputs)) for share, outputs in zip(shares, results)]
+        kept = [[n / (r or size) for n, size in _count_in(*each)] for *each, r in zip(shares, results, rows or [0])]
         columns = [torch.stack([comm.copy(x, column[0].device) for x in column]) for column in zip(*kept)]
-        differ = [(x != x[0]).any() if len(x) > 1 else x[0] != 1 for x in columns]
-        what = "labels that the loss may leave out are spread unevenly over the batch"
-        return (lambda: self._warn(what, differ)) if differ else None
+        differ = [(x != (x[0] if rows else 1)).any() for x in columns]
+        return lambda: self._warn("labels that the loss may leave out are spread unevenly over the batch", differ)
 
     def warn_of_mixed(self, differ: Tensor) -> None:
         """Warn of a mean of sums of losses, where these are means of different numbers of labels and rows."""
@@ -154,14 +155,14 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _kept_in(share: Any, outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield how much of each tensor of labels counts, of a share's and of those that losses were computed of."""
+def _count_in(share: Any, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Yield what counts of a share's labels, and of those that losses were computed of, and how many each are."""
     leaves = [x for _, x in tree.leaves(share, "")]
     found = [(x, IGNORED, None) for x in leaves if are_classes(x) and x.dtype in _SIGNED]
     losses = [loss for x in outputs for loss in _losses_behind(x.grad_fn)]
     for target, ignore_index, classes in found + [(x.target, x.ignore_index, x.weight) for x in losses]:
         if target.numel():
-            yield count_kept(target.detach(), ignore_index, classes).to(torch.float64) / target.numel()
+            yield count_kept(target.detach(), ignore_index, classes).to(torch.float64), target.numel()
 
 
 def _losses_behind(node: Node | None) -> Iterator[NllLoss]:
