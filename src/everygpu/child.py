@@ -1,10 +1,13 @@
-"""How a process of ours starts another Python, and the cores that they share."""
+"""How a process of ours starts another Python, and forks, and the cores that they share."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 # The path is set before anything is imported. Where the interpreter puts the working directory, there is an empty name;
 # it puts none under PYTHONSAFEPATH.
@@ -57,3 +60,59 @@ def _quotas(system: Path) -> Iterator[float]:
                         yield quota / period
                 if folder == root:
                     break
+
+
+STARTS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""How long a forked process may take to run its first line, at each try."""
+
+
+def guard_forks(context: BaseContext) -> BaseContext:
+    """Return a context of multiprocessing's whose forked processes come out of their fork; others as they are."""
+    return _Context() if sys.platform != "win32" and type(context) is ForkContext else context
+
+
+if sys.platform != "win32":
+    from multiprocessing.context import ForkContext, ForkProcess
+
+    class _Child(ForkProcess):
+        """A process that is forked again where it doesn't come out of its fork.
+
+        A C++ thread that takes the GIL for the first time, as gloo's do to free a collective's tensors, locks CPython's
+        list of thread states without it. A child that is forked meanwhile waits for that lock for ever, as
+        ``PyOS_AfterFork_Child`` takes it before it is made anew.
+        """
+
+        ends: tuple[socket.socket, socket.socket]
+        is_stuck = False
+
+        def run(self) -> None:
+            """Say that this process runs, and begin when told so: one that is killed instead must hold no lock."""
+            parents, own = self.ends
+            parents.close()
+            own.send(b".")
+            if own.recv(1):
+                super().run()
+
+        @staticmethod
+        def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
+            for limit_s in STARTS_S:
+                process.ends = socket.socketpair()
+                with process.ends[0] as ours:
+                    with process.ends[1]:
+                        started = ForkProcess._Popen(process)
+                    ours.settimeout(limit_s)
+                    try:
+                        if ours.recv(1):
+                            ours.send(b".")
+                    except ConnectionError:  # it has died, which is seen later
+                        pass
+                    except TimeoutError:
+                        started.kill()
+                        started.wait()
+                        continue
+                    return started
+            process.is_stuck = True
+            return started
+
+    class _Context(ForkContext):
+        Process = _Child

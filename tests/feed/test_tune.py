@@ -39,7 +39,7 @@ class Stream(IterableDataset):
     ],
 )
 def test_the_smallest_that_is_as_fast(monkeypatch, rates, candidates, chosen, tried):
-    monkeypatch.setattr(tune.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setattr(tune, "count_cores", lambda: 16)
     monkeypatch.setattr(tune, "_measure", lambda loader, target, seconds: rates[loader.num_workers])
     report = tune_workers(SMALL, "cpu", candidates=candidates)
     assert (report.num_workers, list(report.batches_per_s)) == (chosen, tried)
@@ -92,7 +92,7 @@ def test_a_twin_gives_the_same_batches():
 @pytest.mark.parametrize(
     ("loader", "options", "message"),
     [
-        ([1, 2], {}, "2] is no DataLoader"),
+        ([1, 2], {}, "list is no DataLoader"),
         (SMALL, {"seconds": 0}, "seconds must be more than 0, got 0"),
         *((SMALL, {"candidates": value}, "candidates are whole numbers") for value in ([], [-1], 3, [True])),
         (DataLoader(TensorDataset(torch.ones(0))), {"candidates": [0]}, "gives no batch"),

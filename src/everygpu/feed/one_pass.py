@@ -8,8 +8,6 @@ import math
 import multiprocessing
 import os
 import queue
-import socket
-import sys
 import threading
 import time
 import weakref
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu import comm, tree
+from everygpu import child, comm, tree
 from everygpu.comm.upload import mark, receive, upload
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.dealing import Dealing, is_data_loader
@@ -137,8 +135,6 @@ _WAIT_S = 0.2
 """Waiting is cut into pieces of this length: on Windows, Ctrl-C gets through only in between."""
 _POLL_S = 0.1
 """How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
-STARTS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""How long a forked worker may take to run its first line, at each try."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
 _MAIN = (
@@ -387,9 +383,8 @@ class _Ahead:
                 raise
             if any(getattr(worker, "is_stuck", False) for worker in dead):
                 raise WorkerError(
-                    f"Feeder: a worker process hasn't come out of its fork in {len(STARTS_S)} tries, of "
-                    f'{sum(STARTS_S):g} s together. Pass multiprocessing_context="forkserver" to the DataLoader, or '
-                    f"num_workers=0."
+                    f"Feeder: a worker process hasn't come out of its fork in {len(child.STARTS_S)} tries. Pass "
+                    f'multiprocessing_context="forkserver" to the DataLoader, or num_workers=0.'
                 ) from error
             ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
             context = self._loader.multiprocessing_context or multiprocessing.get_context()
@@ -415,58 +410,9 @@ class _Ahead:
 
 def _guard_forks(loader: Any) -> None:
     """Have a copy of a DataLoader start its workers so that none gets stuck, where they are forked."""
-    if is_data_loader(loader) and loader.num_workers and sys.platform != "win32":
-        if type(loader.multiprocessing_context or multiprocessing.get_context()) is ForkContext:
-            loader.multiprocessing_context = WorkerContext()
-
-
-if sys.platform != "win32":
-    from multiprocessing.context import ForkContext, ForkProcess
-
-    class _Worker(ForkProcess):
-        """A worker process that is forked again where it doesn't come out of its fork.
-
-        A C++ thread that takes the GIL for the first time, as gloo's do to free a collective's tensors, locks CPython's
-        list of thread states without it. A child that is forked meanwhile waits for that lock for ever, as
-        ``PyOS_AfterFork_Child`` takes it before it is made anew.
-        """
-
-        ends: tuple[socket.socket, socket.socket]
-        is_stuck = False
-
-        def run(self) -> None:
-            """Say that this process runs, and begin when told so: one that is killed instead must hold no lock."""
-            parents, own = self.ends
-            parents.close()
-            own.send(b".")
-            if own.recv(1):
-                super().run()
-
-        @staticmethod
-        def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
-            for limit_s in STARTS_S:
-                process.ends = socket.socketpair()
-                with process.ends[0] as ours:
-                    with process.ends[1]:
-                        started = ForkProcess._Popen(process)
-                    ours.settimeout(limit_s)
-                    try:
-                        if ours.recv(1):
-                            ours.send(b".")
-                    except ConnectionError:  # it has died, which is seen later
-                        pass
-                    except TimeoutError:
-                        started.kill()
-                        started.wait()
-                        continue
-                    return started
-            process.is_stuck = True
-            return started
-
-    class WorkerContext(ForkContext):
-        """Starts the worker processes of a DataLoader by a fork that can't get stuck."""
-
-        Process = _Worker
+    if is_data_loader(loader) and loader.num_workers:
+        context = loader.multiprocessing_context or multiprocessing.get_context()
+        loader.multiprocessing_context = child.guard_forks(context)
 
 
 def _watch(iterator: Any, stop: threading.Event) -> None:

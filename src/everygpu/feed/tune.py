@@ -3,7 +3,6 @@
 import copy
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
+from everygpu.child import count_cores
 from everygpu.errors import DeviceError, OptionError, RankError
 from everygpu.feed.feeder import Target, data_parallel_in, find_route
 from everygpu.feed.one_pass import WARN_AFTER_STEPS, Feed, FeedReport
@@ -28,6 +28,8 @@ STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
 PRECISION = 0.05
 """The search stops when the largest size that fits and the smallest that doesn't are this close."""
+GAIN = 0.05
+"""More workers are worth their memory when they are faster by this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,16 @@ def find_batch_size(
     trials: list[tuple[int, bool]] = []
 
     def fits(rows_each: int) -> bool:
-        size = min(rows_each * count, max_rows)
-        is_fit = _attempt(step, resize(batch, size, route.dim, count), gpus)
+        size, is_fit = min(rows_each * count, max_rows), True
+        example = resize(batch, size, route.dim, count)
+        try:
+            for _ in range(STEPS_PER_TRIAL):
+                step(example)
+                # Before memory runs out nothing may be under way: what torch frees, another GPU could be writing.
+                for gpu in gpus:
+                    torch.cuda.synchronize(gpu)
+        except torch.OutOfMemoryError:
+            is_fit = False
         trials.append((size, is_fit))
         if wrapper is not None:
             wrapper.release()  # of each size, compiled replicas keep memory
@@ -122,13 +132,12 @@ def find_batch_size(
 
 def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
     """Return the GPUs among the devices of a model, each once."""
-    gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
-    if not gpus:
-        raise DeviceError(
-            "find_batch_size: the model is on no GPU. A host that runs out of memory ends programs instead of raising: "
-            "choose the size for the CPU yourself."
-        )
-    return gpus
+    if gpus := [d for d in dict.fromkeys(devices) if d.type == "cuda"]:
+        return gpus
+    raise DeviceError(
+        "find_batch_size: the model is on no GPU. A host that runs out of memory ends programs instead of raising: "
+        "choose the size for the CPU yourself."
+    )
 
 
 def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
@@ -144,10 +153,9 @@ def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
             return leaf
         if not isinstance(leaf, Tensor):
             return leaf.take(range(num_rows), axis=dim, mode="wrap")
-        positions = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
         # Indexing keeps channels_last, index_select doesn't.
-        before: list[Any] = [slice(None)] * (dim % leaf.ndim)
-        return leaf[(*before, positions)].requires_grad_(leaf.requires_grad)
+        positions = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
+        return leaf[(slice(None),) * (dim % leaf.ndim) + (positions,)].requires_grad_(leaf.requires_grad)
 
     with torch.no_grad():
         return tree.map_leaves(repeat, batch, open_batch)
@@ -157,10 +165,7 @@ def _find_size(fits: Callable[[int], bool], start: int, highest: int) -> int:
     """Double or halve until a smaller size fits and a larger doesn't, then bisect; 0 where not even 1 does."""
     low, high, size = 0, highest + 1, min(start, highest)
     while low < highest and high - low > max(1, PRECISION * low * (high <= highest)):
-        if fits(size):
-            low = size
-        else:
-            high = size
+        low, high = (size, high) if fits(size) else (low, size)
         size = min(2 * low, highest) if high > highest else (low + high) // 2
     return low
 
@@ -172,11 +177,15 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
     Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The model's tensors stay the same
     objects; buffers that a step has replaced are the old ones again.
     """
+
+    def on_host(leaf: Any) -> Any:
+        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
     grads = [(p, p.grad) for p in model.parameters()]
     tensors = [*model.parameters(), *model.buffers(), *(grad for _, grad in grads if grad is not None)]
-    values = [(t, _on_host(t)) for t in tensors]
+    values = [(t, on_host(t)) for t in tensors]
     modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
-    state = None if optimizer is None else tree.map_leaves(_on_host, optimizer.state_dict())
+    state = None if optimizer is None else tree.map_leaves(on_host, optimizer.state_dict())
     with rng_states_kept():
         try:
             yield
@@ -192,19 +201,6 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
             if optimizer is not None and state is not None:
                 getattr(optimizer, "module", optimizer).state.clear()  # room for the old one
                 optimizer.load_state_dict(state)
-
-
-def _attempt(step: Callable[[Any], object], batch: Any, gpus: Sequence[torch.device]) -> bool:
-    """Run a few steps; tell whether memory sufficed."""
-    try:
-        for _ in range(STEPS_PER_TRIAL):
-            step(batch)
-            # Before memory runs out nothing may be under way: what torch then frees, another GPU could be writing.
-            for gpu in gpus:
-                torch.cuda.synchronize(gpu)
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 @contextmanager
@@ -230,14 +226,6 @@ def _return_memory(gpus: Sequence[torch.device]) -> None:
     for gpu in gpus:
         with torch.cuda.device(gpu):
             torch.cuda.empty_cache()
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-
-GAIN = 0.05
-"""More workers are worth their memory when they are faster by this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,12 +268,16 @@ def tune_workers(
         ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
     if not isinstance(loader, DataLoader):
-        raise OptionError(
-            f"tune_workers: a {type(loader).__qualname__} is no DataLoader. Other iterables have no workers to tune."
-        )
+        raise OptionError(f"tune_workers: {type(loader).__qualname__} is no DataLoader, which has workers to tune.")
     if not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
-    numbers = _numbers_to_try(candidates)
+    most = count_cores()
+    numbers = (
+        candidates if candidates is not None else [0, *(2**i for i in range(most.bit_length()) if 2**i < most), most]
+    )
+    numbers = list(numbers) if isinstance(numbers, Iterable) else []
+    if not numbers or any(type(n) is not int or n < 0 for n in numbers):
+        raise OptionError(f"tune_workers: candidates are whole numbers from 0, got {candidates!r}, such as [0, 2, 4].")
     rates: dict[int, float] = {}
     for num_workers in numbers:
         with rng_states_kept(with_cuda=False):
@@ -306,19 +298,6 @@ def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
     own["prefetch_factor"] = (loader.prefetch_factor or 2) if num_workers else None
     own["timeout"] = loader.timeout if num_workers else 0
     return twin
-
-
-def _numbers_to_try(candidates: Iterable[int] | None) -> list[int]:
-    if candidates is None:
-        limit = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
-    numbers = list(candidates) if isinstance(candidates, Iterable) else []
-    if not numbers or any(type(n) is not int or n < 0 for n in numbers):
-        raise OptionError(
-            f"tune_workers: candidates are whole numbers from 0, got {numbers or candidates!r}. "
-            f"Leave them out for 0, 1, 2, 4 and so on."
-        )
-    return numbers
 
 
 def _measure(loader: DataLoader[Any], target: Target, seconds: float) -> float:
