@@ -8,7 +8,7 @@ from logging.handlers import QueueHandler
 from queue import SimpleQueue
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
@@ -53,6 +53,16 @@ class Stream(IterableDataset):
     def __iter__(self):
         for number in self.numbers:
             yield {"x": torch.tensor([float(number)]), "index": number}
+
+
+class Parts(Stream):
+    """Workers shuffle their parts."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        numbers = self.numbers[info.id :: info.num_workers] if info else list(self.numbers)
+        random.shuffle(numbers)
+        return Stream(numbers).__iter__()
 
 
 class Own(list):
@@ -176,6 +186,36 @@ def split_and_resumed(state):
         other.load_state_dict(state)
     except CheckpointMismatchError as error:
         return state, read, str(error)
+
+
+def read_some(seed, run, state, stop):
+    """Read on in a loader drawn from a seed, up to so many batches or two epochs; return them, and the position.
+
+    The workers of a dataset with indices are others in each run.
+    """
+    rng, of_run = random.Random(seed), random.Random(f"{seed} {run}")
+    num, size, kind = rng.randrange(1, 40), rng.randrange(1, 8), rng.choice(("shuffled", "sampler", "stream", "list"))
+    draws = rng if kind == "stream" else of_run
+    options = {"num_workers": draws.choice((0, 0, 2))}
+    options |= {"persistent_workers": draws.random() < 0.5} if options["num_workers"] else {}
+    loader = {
+        "shuffled": lambda: DataLoader(Numbers(num), size, shuffle=True, **options),
+        "sampler": lambda: DataLoader(Numbers(num), batch_sampler=BatchSampler(RandomSampler(range(num)), size, True)),
+        "stream": lambda: DataLoader(Parts(range(num)), size, **options),
+        "list": lambda: [{"x": torch.arange(i, min(i + size, num)).float()[:, None]} for i in range(0, num, size)],
+    }[kind]()
+    torch.manual_seed(of_run.randrange(10**6))
+    random.seed(of_run.random())
+    read = []
+    with everygpu.Feeder(loader, "cpu", prefetch=of_run.choice((0, 2)), seed=seed) as data:
+        if state is not None:
+            data.load_state_dict(state)
+        while data.epoch < 2:
+            for batch in data:
+                read.append((data.epoch, numbers_in(batch)))
+                if len(read) == stop:
+                    return read, data.state_dict()
+    return read, None
 
 
 def left_early():

@@ -100,6 +100,32 @@ def test_a_run_goes_on_with_the_same_order_on_another_number_of_ranks(resumed, c
     assert list(chain(*found)) == unbroken
 
 
+def check_any_ranks(seed, folder):
+    """Stop anywhere, and go on with other ranks and workers: the batches of a run that isn't stopped, row by row."""
+    rng = random.Random(seed)
+    whole, _ = loaders.read_some(seed, "whole", None, None)
+    read, state = [], None
+    for run in range(20):
+        stop = rng.randrange(1, 6) if run < 2 else None
+        size = rng.choice((1, 2, 4))
+        if size == 1:
+            found = [loaders.read_some(seed, run, state, stop)]
+        else:
+            found = run_ranks(loaders.read_some, seed, run, state, stop, size=size, folder=folder / str(run))
+        batches = [of_rank for of_rank, _ in found]
+        read += [(steps[0][0], list(chain(*(rows for _, rows in steps)))) for steps in zip(*batches)]
+        state = found[0][1]
+        if state is None:
+            break
+    assert read == whole
+
+
+@pytest.mark.parametrize("seed", [6, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 140))])
+def test_any_loader_goes_on_with_other_ranks_and_workers(seed, warm_server, tmp_path):
+    with warm_server.serving():
+        check_any_ranks(seed, tmp_path)
+
+
 @pytest.mark.parametrize("how", ["thread", "no thread"])
 def test_loaders_that_are_split_already_end_unevenly(ranks, how):
     passes = [of_rank["sharded"][how] for of_rank in ranks]
