@@ -95,7 +95,7 @@ def test_whatever_has_the_method_is_told_once_and_after_a_resume():
 
 def test_workers_that_persist_are_not_told_and_you_are(caplog):
     Feeder(DataLoader(Rows(8), num_workers=1, persistent_workers=True), "cpu")
-    assert ["workers that persist have copies of Rows" in text for text in caplog.messages] == [True]
+    assert ["workers that persist have copies of the dataset" in text for text in caplog.messages] == [True]
 
 
 def check_one(seed):

@@ -21,19 +21,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    IterDataPipe,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, IterDataPipe, Sampler, get_worker_info
 
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
@@ -46,10 +35,8 @@ from everygpu.torch_private.core import LoaderIterator, numpy_seed_of_worker
 
 logger = logging.getLogger("everygpu")
 
-_COUNT_NO_EPOCHS = (
-    *(BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler),
-    *(list, tuple, type(None)),
-)
+_SAMPLERS = ("Batch", "Random", "Sequential", "SubsetRandom", "WeightedRandom")
+_COUNT_NO_EPOCHS = (list, tuple, type(None), *(getattr(torch_data, f"{name}Sampler") for name in _SAMPLERS))
 """What gives the order of an epoch by its random numbers alone."""
 
 
@@ -122,9 +109,8 @@ class Order:
                 self._holder = self._sampler.holder
                 if loader.persistent_workers and id(dataset) in named:
                     logger.warning(
-                        "Feeder: workers that persist have copies of %s, whose set_epoch is called in this process "
-                        "only. Leave persistent_workers out.",
-                        type(dataset).__qualname__,
+                        "Feeder: workers that persist have copies of the dataset, whose set_epoch is called in this "
+                        "process only. Leave persistent_workers out."
                     )
 
     @property
@@ -182,14 +168,14 @@ class Order:
                 "batch, as in a second round over a DataLoader, is the same only if it seeds that itself.",
                 now.batch,
             )
-        dataset, samplers = getattr(self._loader, "dataset", None), samplers_of(self._loader)
-        drawn_by = samplers if self._sampler is not None else [self._loader if dataset is None else dataset]
-        counting = next((x for x in drawn_by if type(x) not in _COUNT_NO_EPOCHS), None)
-        if counting is not None and now.epoch and now.own is None and not self._with_epochs:
+        of_stream = [getattr(self._loader, "dataset", self._loader)]
+        drawn_by = of_stream if self._sampler is None else samplers_of(self._loader)
+        counting = [type(x).__qualname__ for x in drawn_by if type(x) not in _COUNT_NO_EPOCHS]
+        if counting and now.epoch and now.own is None and not self._with_epochs:
             logger.warning(
                 "Feeder: %s has no set_epoch. If it counts its epochs, it begins again with the first one, where the "
                 "run goes on with epoch %d (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict.",
-                *(type(counting).__qualname__, now.epoch),
+                *(counting[0], now.epoch),
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,10 +212,9 @@ class Order:
         before, now, num, last = state["data"], self._describe(), state["batch"], state["last_batch"]
         was, wanted = ((data.get("num_parts") or 0, data.get("batch_size") or 0) for data in (before, now))
         sampler: Any = self._split if type(self._split) is DistributedSampler and all((*was, *wanted)) else None
-        saved_by, own = before.get("part", 0), now.pop("part")
+        saved_by, own, num_batches = before.get("part", 0), now.pop("part"), before.get("batches")
         if sampler is not None and was != wanted:
-            before = {"rows": before["rows"], "batches": before["batches"]}
-            now["batches"] = None
+            before = {"rows": before["rows"]}
         elif sampler is None and self.kind == "sharded" and was[0] == wanted[0]:
             before = next((data for data in before.get("of_ranks", [before]) if data.get("part") == own), {})
         for name, value in now.items():
@@ -245,7 +230,7 @@ class Order:
             _check_drawn_again([list(again)[(num - 1) * was[1] : num * was[1]]], last)
             if was != wanted:  # the ranks have used the first rows of one order
                 used, each = num * math.prod(was), math.prod(wanted)
-                if num >= before["batches"]:
+                if num >= num_batches:
                     return len(self._loader), None
                 if used % each:
                     raise CheckpointMismatchError(
@@ -299,10 +284,8 @@ class Order:
         """Return what has to be the same for a pass to go on in its middle, where it is known."""
         dataset = getattr(self._loader, "dataset", None)
         reads_again = isinstance(dataset, IterableDataset) and self._holder is None
-        part, num_parts = self._part()
         return {
-            "part": part,
-            "num_parts": num_parts,
+            **dict(zip(("part", "num_parts"), self._part())),
             "batches": _length_of(self._loader),
             "rows": _length_of(dataset),
             "batch_size": getattr(self._loader, "batch_size", None),
