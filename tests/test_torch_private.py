@@ -1,6 +1,7 @@
 """What every private name of torch's must do."""
 
 import ast
+import copy
 import functools
 import threading
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -412,6 +414,22 @@ def test_graphs_are_compiled_by_inductor(monkeypatch):
 def test_only_private_names_are_listed():
     assert "torch._C._storage_Use_Count" in private_names(FOLDER / "core.py")
     assert private_names(Path(everygpu.__file__)) == set()
+
+
+def test_parametrizations_are_cached_apart():
+    first = parametrize.register_parametrization(torch.nn.Linear(2, 2), "weight", torch.nn.Tanh())
+    other = copy.deepcopy(first)
+    assert not core.caches_parametrizations()
+    with parametrize.cached():
+        assert core.caches_parametrizations()
+        before = first.weight
+        core.cache_parametrizations_apart([first, other, torch.nn.ReLU()])
+        core.cache_parametrizations_apart([first, other])
+        assert first.weight is before
+        assert other.weight is other.weight is not before
+    assert first.weight is not first.weight
+    parametrize.remove_parametrizations(first, "weight")
+    assert type(first) is torch.nn.Linear
 
 
 def test_batched_tensors_are_told_from_others():

@@ -8,7 +8,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
+from torch.nn.utils import parametrize
 
 import everygpu
 from everygpu import comm
@@ -395,3 +397,75 @@ class TestFrozen:
         model = everygpu.DataParallel(Buffered(), ["cpu"])
         with model.frozen():
             assert model(torch.randn(4, 3)).shape == (4, 2)
+
+
+class Squashed(nn.Module):
+    """Normalises a weight by what is around it, and notes where it found it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        parametrize.register_parametrization(self.layer, "weight", nn.Tanh())
+        self.seen = []
+
+    def forward(self, x):
+        seen.append(self.layer.weight)
+        return self.layer(self.layer(x)) + torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+
+
+seen = []
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_cached_parametrizations_are_each_replicas_own(devices, is_trained):
+    used = devices(3)
+    plain, model = Squashed().to(used[0]), None
+    ours = copy.deepcopy(plain)
+    model = everygpu.DataParallel(ours, used)
+    x = torch.randn(6, 4, device=used[0])
+    for _ in range(3):
+        seen.clear()
+        with parametrize.cached(), torch.set_grad_enabled(is_trained):
+            outputs = [everygpu.gather(model(x) * model(x)), plain(x) * plain(x)]
+            torch.testing.assert_close(*outputs)
+            weights = {id(t): t for t in seen}  # each is computed once
+            assert len(weights) == 4
+            assert len({t.data_ptr() for t in weights.values()}) == len(weights)
+            if is_trained:
+                for out in outputs:
+                    out.square().sum().backward()
+        for a, b in zip(ours.parameters(), plain.parameters()):
+            if is_trained:
+                torch.testing.assert_close(a.grad, b.grad)
+            with torch.no_grad():
+                for p in (a, b):
+                    p.mul_(0.9)
+
+
+class Replicating(nn.Module):
+    """Has torch's way of its own to be replicated: each replica's scale is its own, and is counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.num_copies, self.kept = nn.Linear(4, 2), 0, []
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()
+        self.num_copies += 1
+        replica.number, replica.kept = self.num_copies, []
+        return replica
+
+    def forward(self, x):
+        self.kept.append(1)
+        return self.layer(x) * 0 + getattr(self, "number", 0), len(self.kept)
+
+
+def test_modules_that_replicate_themselves(devices):
+    used = devices(3)
+    module = nn.Sequential(Replicating()).to(used[0])
+    model = everygpu.DataParallel(module, used)
+    for step in range(3):
+        out, counts = model(torch.ones(3, 4, device=used[0]))
+        assert everygpu.gather(out)[:, 0].tolist() == [0, 2 * step + 1, 2 * step + 2]
+        assert counts == (1 if step == 0 else [step + 1, 1, 1])
+    assert everygpu.gather(out).requires_grad

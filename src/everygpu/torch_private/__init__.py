@@ -14,7 +14,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
     {
         "Tensor": "_backward_hooks _base _is_param _is_zerotensor _post_accumulate_grad_hooks _version",
         "UntypedStorage": "_cdata",
-        "nn.Module": "_apply _buffers _compiled_call_impl _modules _parameters",
+        "nn.Module": "_apply _buffers _compiled_call_impl _modules _parameters _replicate_for_data_parallel",
         "state dicts": "_metadata",
         "Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "operators": "_schema",

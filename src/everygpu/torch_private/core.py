@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules import batchnorm
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext as _DeviceContext
@@ -192,6 +193,36 @@ def reading_lazy_values() -> AbstractContextManager[None]:
 
 _LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 _LAZY = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _LAZY_KEYS))
+
+
+def caches_parametrizations() -> bool:
+    """Tell whether ``torch.nn.utils.parametrize.cached`` is entered now."""
+    return bool(parametrize._cache_enabled)
+
+
+def cache_parametrizations_apart(modules: Iterable[nn.Module]) -> None:
+    """Have ``parametrize.cached`` keep each module's values: torch takes others of its class, as copies, for it."""
+    for m in filter(parametrize.is_parametrized, modules):
+        kind, cache = type(m), parametrize._cache
+        for name in m.parametrizations:  # type: ignore[union-attr]
+            found = getattr(kind, name)
+            if not hasattr(found.fget, "__wrapped__"):
+                setattr(kind, name, property(_cached(name, found.fget), found.fset))
+                if (id(m), name) in cache:
+                    cache[m, name] = cache[id(m), name]  # type: ignore[index]
+
+
+def _cached(name: str, compute: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    @functools.wraps(compute)
+    def get(self: Any) -> Tensor:
+        if not parametrize._cache_enabled:
+            return compute(self)
+        cache: dict[Any, Tensor] = parametrize._cache  # type: ignore[assignment]
+        if (self, name) not in cache:
+            cache[self, name] = self.parametrizations[name]()
+        return cache[self, name]
+
+    return get
 
 
 NormBase = batchnorm._NormBase

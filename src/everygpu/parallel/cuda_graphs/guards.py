@@ -14,7 +14,13 @@ from everygpu.parallel.buckets import version_of
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.remap import cell_contents
 from everygpu.parallel.replicas.snapshot import Contents, Search, Snapshot, is_open
-from everygpu.torch_private.core import DeviceContext, function_modes, num_dispatch_modes, top_saved_tensor_hooks
+from everygpu.torch_private.core import (
+    DeviceContext,
+    caches_parametrizations,
+    function_modes,
+    num_dispatch_modes,
+    top_saved_tensor_hooks,
+)
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
@@ -166,6 +172,7 @@ def is_observed() -> bool:
         or num_dispatch_modes() > 0
         or top_saved_tensor_hooks() is not None
         or torch.is_anomaly_enabled()
+        or caches_parametrizations()
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has
 from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
 from everygpu.parallel.replicas.remap import TABLES, Remap
 from everygpu.parallel.replicas.snapshot import Snapshot
+from everygpu.torch_private.core import cache_parametrizations_apart, caches_parametrizations
 
 Leaves = Mapping[int, Sequence[Tensor]]
 
@@ -153,6 +155,8 @@ class ReplicaSet:
     def _update(self, others: Sequence[int]) -> None:
         if not (self._is_built and self._tree.is_current()):
             self._build()
+        if caches_parametrizations():
+            cache_parametrizations_apart(self._tree.modules)
         self._look_for_steps()
         was_interrupted = self._is_interrupted
         self._is_interrupted = True
@@ -246,6 +250,7 @@ class _Replica:
         # Changes that forward makes to a replica's attributes are undone before the next.
         self._snapshot = Snapshot(self.modules)
         self._stale = set(range(len(self.modules)))
+        self._replicating = {i for i, m in enumerate(tree.modules) if _replicates_itself(m)}
         self._given: set[int] = set()
 
     def expire(self, changed: Iterable[int]) -> None:
@@ -253,7 +258,7 @@ class _Replica:
         mine = self._snapshot.changed()
         if self.num_rows > 1:
             self._look_for_rows([self.modules[i] for i in mine])
-        self._stale.update(changed, mine)
+        self._stale.update(changed, mine, self._replicating)
 
     def release(self) -> None:
         """Drop the tensors, and the attributes that ``fill`` will set: their memory may be free for the next ones."""
@@ -275,7 +280,10 @@ class _Replica:
         remap = Remap(others, self._copy_tensor)
         for index in self._stale:
             original, replica = self._tree.modules[index], self.modules[index]
-            for name, value in vars(original).items():
+            source: Any = original
+            if index in self._replicating:
+                source = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+            for name, value in vars(source).items():
                 if name in TABLES:
                     continue
                 try:
@@ -324,6 +332,12 @@ def _blank_copy(original: nn.Module) -> nn.Module:
     replica: nn.Module = object.__new__(type(original))
     vars(replica).update({name: {} for name in TABLES})
     return replica
+
+
+def _replicates_itself(m: nn.Module) -> bool:
+    """Whether a module has a way of its own to be copied, by which ``torch.nn.parallel.replicate`` copies it."""
+    known = nn.Module._replicate_for_data_parallel, nn.RNNBase._replicate_for_data_parallel
+    return type(m)._replicate_for_data_parallel not in known
 
 
 def trusts_versions(devices: Sequence[torch.device]) -> bool:
