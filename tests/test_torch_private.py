@@ -416,6 +416,14 @@ def test_only_private_names_are_listed():
     assert private_names(Path(everygpu.__file__)) == set()
 
 
+def test_modules_with_a_way_of_their_own_to_be_copied():
+    class Own(torch.nn.Linear):
+        def _replicate_for_data_parallel(self):
+            return super()._replicate_for_data_parallel()
+
+    assert [core.replicates_itself(m) for m in (torch.nn.Linear(1, 1), torch.nn.GRU(1, 1), Own(1, 1))] == [0, 0, 1]
+
+
 def test_parametrizations_are_cached_apart():
     first = parametrize.register_parametrization(torch.nn.Linear(2, 2), "weight", torch.nn.Tanh())
     other = copy.deepcopy(first)

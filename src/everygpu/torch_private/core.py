@@ -195,6 +195,12 @@ _LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, tor
 _LAZY = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _LAZY_KEYS))
 
 
+def replicates_itself(m: nn.Module) -> bool:
+    """Tell whether a module has a way of its own to be copied, by which ``torch.nn.parallel.replicate`` copies it."""
+    known = nn.Module._replicate_for_data_parallel, nn.RNNBase._replicate_for_data_parallel
+    return type(m)._replicate_for_data_parallel not in known
+
+
 def caches_parametrizations() -> bool:
     """Tell whether ``torch.nn.utils.parametrize.cached`` is entered now."""
     return bool(parametrize._cache_enabled)

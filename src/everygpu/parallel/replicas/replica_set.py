@@ -17,7 +17,7 @@ from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has
 from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
 from everygpu.parallel.replicas.remap import TABLES, Remap
 from everygpu.parallel.replicas.snapshot import Snapshot
-from everygpu.torch_private.core import cache_parametrizations_apart, caches_parametrizations
+from everygpu.torch_private.core import cache_parametrizations_apart, caches_parametrizations, replicates_itself
 
 Leaves = Mapping[int, Sequence[Tensor]]
 
@@ -250,7 +250,7 @@ class _Replica:
         # Changes that forward makes to a replica's attributes are undone before the next.
         self._snapshot = Snapshot(self.modules)
         self._stale = set(range(len(self.modules)))
-        self._replicating = {i for i, m in enumerate(tree.modules) if _replicates_itself(m)}
+        self._replicating = {i for i, m in enumerate(tree.modules) if replicates_itself(m)}
         self._given: set[int] = set()
 
     def expire(self, changed: Iterable[int]) -> None:
@@ -332,12 +332,6 @@ def _blank_copy(original: nn.Module) -> nn.Module:
     replica: nn.Module = object.__new__(type(original))
     vars(replica).update({name: {} for name in TABLES})
     return replica
-
-
-def _replicates_itself(m: nn.Module) -> bool:
-    """Whether a module has a way of its own to be copied, by which ``torch.nn.parallel.replicate`` copies it."""
-    known = nn.Module._replicate_for_data_parallel, nn.RNNBase._replicate_for_data_parallel
-    return type(m)._replicate_for_data_parallel not in known
 
 
 def trusts_versions(devices: Sequence[torch.device]) -> bool:
