@@ -128,11 +128,11 @@ def differentiate():
         net.table.sparse = False
     ids, targets, mine = rows_of(group, [3, 2], 0)
     used = [p for n, p in model.module.named_parameters() if not n.startswith(("unused", "sometimes"))]
-    with pytest.raises(CallError, match=r"by torch.autograd.grad can't be added up"):
+    with pytest.raises(CallError, match=r"by torch.autograd.grad can't be averaged"):
         torch.autograd.grad(mean_loss(model(ids[mine]), targets[mine]), used)
-    with pytest.raises(CallError, match=r"by torch.autograd.grad can't be added up"):
+    with pytest.raises(CallError, match=r"by torch.autograd.grad can't be averaged"):
         torch.autograd.grad(mean_loss(model(ids[mine]), targets[mine]), used[-1], create_graph=True)
-    with pytest.raises(CallError, match="by create_graph=True can't be added up"):
+    with pytest.raises(CallError, match="by create_graph=True can't be averaged"):
         mean_loss(model(ids[mine]), targets[mine]).backward(create_graph=True)
     # A penalty on gradients of inputs, as WGAN-GP has.
     for net in (bare, model):

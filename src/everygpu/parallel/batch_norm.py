@@ -13,8 +13,8 @@ from everygpu import comm
 from everygpu.errors import CallError, CaptureError, ModuleError, ReplicaError
 from everygpu.parallel.buckets import Streams
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
-from everygpu.ranks.group import Group, SpreadBatch, batch_of_forward
-from everygpu.torch_private.core import BatchNorm
+from everygpu.ranks.group import Group, group_of_forward
+from everygpu.torch_private.core import BatchNorm, backward_id
 
 Module = TypeVar("Module", bound=nn.Module)
 ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "_Shared"]
@@ -150,21 +150,19 @@ def _normalize_together(eps: float, shared: _Shared, inputs: list[ReplicaInput])
             "SyncBatchNorm: replicas came to different layers at the same time. "
             "All replicas must take the same way through the model."
         )
-    whole = batch_of_forward()
-    if whole is None and _count(xs) == 1:  # as torch refuses it: a single value has no variance
+    group = group_of_forward()
+    if group is None and _count(xs) == 1:  # as torch refuses it: a single value has no variance
         size = [1, *xs[0].shape[1:]]
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-    if whole is not None and _count(xs) and torch.is_grad_enabled():
-        whole.check_counts()
-    if whole is not None and xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if group is not None and xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
-    if whole is None and len(xs) == 1:  # torch's own node, which can be differentiated twice
+    if group is None and len(xs) == 1:  # torch's own node, which can be differentiated twice
         with torch.no_grad():
             mean, var = _statistics(xs)
         y = F.batch_norm(xs[0], None, None, weights[0], biases[0], training=True, eps=eps)
         return [(y, mean, var, _count(xs))]
     shared.is_parted = True
-    mean, var, total, *ys = _Normalize.apply(eps, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    mean, var, total, *ys = _Normalize.apply(eps, group, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     count = _count(xs) if total is None else total
     return [(y, m, v, count) for y, (m, v) in zip(ys, _copy_to_each([mean, var], xs))]
 
@@ -179,11 +177,12 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, eps: float, whole: SpreadBatch | None, num: int, *tensors: Tensor | None
+        ctx: Any, eps: float, group: Group | None, num: int, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         xs, weights, biases = _by_kind(tensors, num)
-        mean, var, count = (*_statistics(xs), None) if whole is None else _statistics_over(whole.group, xs)
-        ctx.eps, ctx.num, ctx.whole = eps, num, whole
+        mean, var, count = (*_statistics(xs), None) if group is None else _statistics_over(group, xs)
+        ctx.eps, ctx.num, ctx.group = eps, num, group
+        ctx.place = 0 if group is None else group.next_place()
         ctx.streams = Streams(*(x.device for x in xs))
         ctx.save_for_backward(*tensors)
         ctx.statistics = mean, var
@@ -206,8 +205,15 @@ class _Normalize(torch.autograd.Function):
         xs, weights, biases = _by_kind(ctx.saved_tensors, ctx.num)
         given = [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads)]
         mean, var = ctx.statistics
+        if ctx.group is not None and not ctx.group.is_in_order(backward_id(), ctx.place):
+            # Replicas' threads number autograd's nodes each by themselves.
+            raise CallError(
+                "SyncBatchNorm: layers went backward in another order than on other ranks, which several devices in a "
+                "rank may do: the ranks' sums would be mixed up. Start one process per GPU: everygpu run --processes "
+                "auto train.py."
+            )
         with ctx.streams.current():
-            return None, None, None, *_grads(ctx.eps, mean, var, xs, weights, biases, given, ctx.whole)
+            return None, None, None, *_grads(ctx.eps, mean, var, xs, weights, biases, given, ctx.group)
 
 
 def _by_kind(tensors: Sequence[Any], num: int) -> tuple[Any, Any, Any]:
@@ -246,7 +252,7 @@ def _statistics_over(group: Group, xs: Sequence[Tensor]) -> tuple[Tensor, Tensor
     channels, (mean, var) = xs[0].shape[1], _statistics(xs)
     rows = mean.new_zeros(group.size, 2 * channels + 1)
     rows[group.rank] = torch.cat([mean, var, mean.new_full((1,), _count(xs))])
-    group.all_reduce(rows)()
+    group.all_reduce(rows, in_graph=True)()
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     count = counts.sum()
     shares = counts / count.clamp(min=1)
@@ -272,7 +278,7 @@ def _grads(
     weights: Sequence[Tensor | None],
     biases: Sequence[Tensor | None],
     grads: Sequence[Tensor],
-    whole: SpreadBatch | None,
+    group: Group | None,
 ) -> list[Tensor | None]:
     means, scales = zip(*_copy_to_each([mean, (var + eps).rsqrt()], xs))
     normalized = [(_upcast(x) - _as_channels(m, x)) * _as_channels(scale, x) for x, m, scale in zip(xs, means, scales)]
@@ -280,7 +286,7 @@ def _grads(
     sums = [g.sum(_dims(g)) for g in upcast]
     products = [(g * n).sum(_dims(g)) for g, n in zip(upcast, normalized)]
     columns = zip(*_copy_to_one(list(zip(sums, products)), mean.device))
-    totals = _means([torch.stack(column).sum(0) for column in columns], _count(xs), whole)
+    totals = _means([torch.stack(column).sum(0) for column in columns], _count(xs), group)
     inputs = [
         (g - _as_channels(mean_sum, g) - n * _as_channels(mean_product, g))
         * _as_channels(scale if w is None else scale * w, g)
@@ -295,14 +301,13 @@ def _grads(
     ]
 
 
-def _means(sums: list[Tensor], count: int, whole: SpreadBatch | None) -> list[Tensor]:
-    """Average per-channel sums over all ranks, weighted as their gradients are."""
-    if whole is None:
+def _means(sums: list[Tensor], count: int, group: Group | None) -> list[Tensor]:
+    """Average per-channel sums over all ranks; their gradients were weighted where they entered the forward."""
+    if group is None:
         return [s / count for s in sums]
-    weighed = torch.stack(sums) * whole.weight
-    total = torch.cat([weighed.flatten(), weighed.new_full((1,), count)])
-    whole.group.all_reduce(total)()
-    return list((total[:-1].view_as(weighed) / (total[-1] * whole.weight)).unbind())
+    total = torch.cat([*sums, sums[0].new_full((1,), count)])
+    group.all_reduce(total, in_graph=True)()
+    return list((total[:-1] / total[-1]).view(len(sums), -1).unbind())
 
 
 def _as_channels(values: Tensor, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -238,7 +237,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         run = self._forward_alone if self._is_alone() else self._run
         if self._ranks is None:
             return run(inputs, kwargs)
-        return self._ranks.forward(partial(run, inputs, kwargs), self.module, inputs, kwargs)
+        return self._ranks.forward(run, self.module, inputs, kwargs)
 
     def call_method(self, name: str, /, *inputs: Any, pad_value: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the module on all devices, each on a share of the batch, as forward is called::
@@ -264,8 +263,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if isinstance(self._ranks, ShardedRankModel):
             self._ranks.call_as_forward(name)
         alone = self._is_alone(name)
-        run = partial(self._forward_alone if alone else self._run, inputs, kwargs, name, pad_value)
-        return run() if self._ranks is None else self._ranks.forward(run, self.module, inputs, kwargs)
+        run = self._forward_alone if alone else self._run
+        if self._ranks is None:
+            return run(inputs, kwargs, name, pad_value)
+        return self._ranks.forward(run, self.module, inputs, kwargs, name, pad_value)
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
         """Run on replicas that the caller keeps, as ``TrainStep`` does."""
@@ -293,8 +294,12 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         method: str | None = None,
         pad_value: float | None = None,
         replicas: ReplicaSet | None = None,
+        leave: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Scatter, replicate, apply and gather; a recording launches all but the last. One thread at a time."""
+        """Scatter, replicate, apply and gather; a recording launches all but the last. One thread at a time.
+
+        ``leave`` is what gradients of each replica's output come in through.
+        """
         if self._lock.is_inside():  # it would wait forever
             raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
         if self._lock.is_forked():
@@ -304,15 +309,17 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             outputs = self._engine.launch(inputs, kwargs) if is_launched else None
             if len(self.replica_devices) == 1:
                 if outputs is not None:
-                    return self._at_output_device(outputs[0])
+                    return self._at_output_device(outputs[0] if leave is None else leave(outputs[0]))
                 if self._has_overrides:
                     args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
                     inputs, kwargs = tuple(args[0]) if args else (), kwargs_of[0] if kwargs_of else {}
-                return self._forward_alone(inputs, kwargs, method)
+                return self._forward_alone(inputs, kwargs, method, leave=leave)
             if outputs is None:
                 outputs = self._run_replicas(inputs, kwargs, method, pad_value, replicas)
                 if self._engine.launches:
                     outputs[:] = self._engine.watch(list(outputs))
+            if leave is not None:
+                outputs[:] = map(leave, outputs)
             return self.gather(outputs, self.output_device)
 
     def _run_replicas(
@@ -348,7 +355,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         call.label_check = self._label_check if self._label_check.is_due() else None
         return PerReplica(outputs, call)
 
-    def _forward_alone(self, inputs: Any, kwargs: Any, method: str | None = None, _: float | None = None) -> Any:
+    def _forward_alone(
+        self,
+        inputs: Any,
+        kwargs: Any,
+        method: str | None = None,
+        _: float | None = None,
+        leave: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
         device = self.replica_devices[0]
         if self._ranks is not None:
@@ -363,7 +377,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
                 (output,) = self._engine.watch([output])
         else:
             output = self._threads.run_alone((getattr(self.module, method), inputs, kwargs), device)
-        return self._at_output_device(output)
+        return self._at_output_device(output if leave is None else leave(output))
 
     def _at_output_device(self, output: Any) -> Any:
         is_there = self._output_device == self.replica_devices[0]

@@ -1,34 +1,26 @@
-"""A model as one of several ranks': all start alike, and gradients are added up while backward goes on."""
+"""A model as one of several ranks': all start alike, and each forward's gradients count by its rows."""
 
 import contextlib
-import itertools
-import weakref
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
+from torch.nn.utils.rnn import PackedSequence
 
 from everygpu import comm, tree
 from everygpu.devices.parse import may_share_gpus
 from everygpu.errors import CallError, DeviceError
-from everygpu.parallel.buckets import (
-    REPLICA_BYTES,
-    BucketPlan,
-    fill_views,
-    group_by_storage,
-    group_tensors,
-    plan_bucket,
-    replica_bucket_bytes,
-)
+from everygpu.parallel.buckets import REPLICA_BYTES, group_tensors, replica_bucket_bytes
+from everygpu.parallel.reducer import GradHook, ModelGrads, Reducer
 from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
-from everygpu.ranks.group import Group, SpreadBatch, forward_of
-from everygpu.torch_private.core import NO_BACKWARD, after_backward, backward_id, foreach_copy_, will_execute
+from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
+from everygpu.ranks.group import Group, forward_of
+from everygpu.torch_private.core import foreach_copy_, is_transforming, unscale_
+
+logger = logging.getLogger("everygpu")
 
 
 def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
@@ -72,336 +64,165 @@ def copy_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
             foreach_copy_(members, [part.view(t.shape) for part, t in zip(parts, members)])
 
 
-Factor = float | Tensor
-"""What a forward's gradients are multiplied by: how much of the mean they are."""
+def write_from_first(group: Group, buffers: Sequence[Tensor]) -> None:
+    """Write rank 0's values into the other ranks' buffers, as if the forwards of this rank had made them.
 
-_STRIDED, _SPARSE = 1.0, 1024.0
-"""Flags of a parameter's gradient."""
+    That counts as no write beside those of these forwards: a backward to come may need a buffer whose values are the
+    same, and one that needs values which a forward has changed is torch's error on rank 0.
+    """
+    copy_from_first(group, [b.detach() if b.is_inference() else b.data for b in buffers])
 
-_ALIGNED = 8
-"""Gradients begin at multiples of so many elements, as kernels of optimizers read them fastest."""
 
+class WeightedForward:
+    """One forward of a wrapped model, whose gradients count by its weight over the mean of all ranks'.
 
-class RankGradients:
-    """Has every ``backward`` give parameters the mean of all ranks' gradients, weighed by their rows.
-
-    Buckets are added up beside what backward still computes, in one order on all ranks. What parameters have of
-    earlier backwards is the same on all ranks, and stays as it is in a mean. Whoever keeps the output of a forward
-    keeps this.
+    Backward multiplies gradients where they enter the forward, at its outputs, and divides where they leave it, at its
+    inputs: a gradient between two models, or of an input, is that of this rank's own loss. Within
+    ``torch.autograd.grad`` gradients pass as they are, and what is made of them is weighted in turn.
 
     Args:
         group: The ranks.
-        params: Those that take gradients.
-        bucket_bytes: Size at which a bucket is closed.
-    Source:
-        ``DistributedDataParallel``'s reducer, which weighs all ranks alike, searches the graph for parameters that take
-        no part, and leaves the second of two backwards after two forwards alone, without a word.
+        anchor: A leaf without a gradient, which takes part in each forward.
+        accumulates: Called in backward when it comes here; returns whether that adds to leaves' ``.grad``.
     """
 
-    def __init__(self, group: Group, params: Sequence[Tensor], bucket_bytes: int) -> None:
+    def __init__(self, group: Group, anchor: Tensor, accumulates: Callable[[], bool]) -> None:
         self._group = group
-        self.params = list(params)
-        self.is_held = False
-        """Backwards leave gradients as they are, for a later one to add up."""
-        self._buckets = make_buckets(params, bucket_bytes)
-        self._nodes = [get_gradient_edge(p).node for p in params]
-        self._num_forwards = 0
-        self._last: Factor = 1.0
-        self._held: list[Factor] = []
-        self._clear()
-        self._handles: list[RemovableHandle] = []
-        for index, bucket in enumerate(self._buckets):
-            hook = _make_hook(weakref.proxy(self), index, bucket)  # parameters outlive this
-            self._handles += [p.register_post_accumulate_grad_hook(hook) for p in bucket.params]  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _remove, self._handles)
-
-    def _clear(self) -> None:
-        self._reached: dict[int, Factor] = {}
-        """Weights of the forwards whose outputs the backward that is running has come to."""
-        self._adds: bool | None = None
-        """Whether the gradients of the backward that is running are added up; None before the first."""
-        self._share: Share | None = None
-        self._awaited: weakref.ref[Any] | None = None
-        self._left = self._buckets[::-1]
-        for bucket in self._buckets:
-            bucket.clear()
-
-    def fits(self, params: Sequence[Tensor]) -> bool:
-        """Tell whether these are the parameters it was made for."""
-        return len(params) == len(self.params) and all(map(lambda p, q: p is q, params, self.params))
-
-    def watch(self, output: Any, weight: Factor) -> None:
-        """Take note of a forward's output, and of how much its gradients count beside other ranks'."""
-        if backward_id() == NO_BACKWARD:  # else it computes again what a checkpoint has left out
-            self._clear()  # a backward may have ended midway
-        self._num_forwards += 1
-        self._last, self._group.last_forward = weight, weakref.ref(self)
-        for bucket in self._buckets:
-            bucket.note_grads()
-        reach = partial(self._reach, self._num_forwards, weight)
-        for _, leaf in tree.leaves(output, ""):
-            for tensor in tree.tensors_in(leaf):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(reach)
-
-    def _reach(self, forward: int, weight: Factor, _: Any) -> None:
-        """Count a forward among those of the backward that is running."""
-        if not self._reached:
-            self._check_backward()
-            self._expect_end()
-        self._reached[forward] = weight
-        self._group.reached_in = backward_id()
-
-    def _expect_end(self) -> None:
-        """Have the backward that is running come to its end; one that fails lets go of what it was to call."""
-        end, me = self._end, weakref.proxy(self)
-        self._awaited = weakref.ref(end, lambda _: me._clear())
-        after_backward(end)
-
-    def _check_backward(self) -> None:
-        """Refuse a backward whose gradients of parameters nobody would add up."""
-        try:
-            takes_part = any(will_execute(node) for node in self._nodes)
-        except RuntimeError:
-            what = "torch.autograd.grad"
-        else:
-            if not (takes_part and torch.is_grad_enabled()):
-                return
-            what = "create_graph=True"
-        raise CallError(
-            f"DataParallel: gradients of parameters by {what} can't be added up over ranks. Call backward(), or run "
-            f"in one process."
-        )
-
-    def begin(self, device: torch.device) -> None:
-        """Find out, with the first gradient of a bucket, whether those of this backward are to be added up."""
-        if self._adds is None:
-            self._adds = self._begin(device)
-
-    def _begin(self, device: torch.device) -> bool:
-        if not self._reached:
-            self._expect_end()
-            is_other = self._group.last_forward is None or self._group.last_forward() is not self
-            if is_other or self._group.reached_in == backward_id():
-                return False  # another wrapper's forward, or a TrainStep's
-        if self.is_held:
-            return False
-        # Parameters wait for all forwards that use them, so these have been reached by now.
-        weights = [*self._held, *(self._reached.values() or [self._last])]
-        self._held = []
-        self._share = Share(self._group, weights, device)
-        return True
-
-    def complete(self, index: int) -> None:
-        """Send a bucket that has all of its gradients, once those before it are sent."""
-        if self._adds:
-            self._buckets[index].check()
-            while self._left and self._left[-1].is_complete:
-                self._left.pop().send(self._group, self._share)
-
-    @torch.no_grad()
-    def _end(self) -> None:
-        """Send what is left, wait for the sums, and give them to the parameters."""
-        if self.is_held:
-            self._held += self._reached.values()
-        elif self._adds:
-            self._send_left()
-        self._clear()
-
-    def _send_left(self) -> None:
-        while self._left:
-            self._left.pop().send(self._group, self._share)
-        finish(self._buckets)
-
-    @contextmanager
-    def adding_up(self) -> Iterator[None]:
-        """Add up the gradients of a backward within, which its caller has weighed."""
-        self._clear()
-        for bucket in self._buckets:
-            bucket.note_grads()
-        self._adds = True
-        try:
-            yield
-            with torch.no_grad():
-                self._send_left()
-        finally:
-            self._clear()
-
-    def add_up(self) -> None:
-        """Add up the gradients that are there; a parameter that only others have one of gets theirs."""
-        self._clear()
-        self._send_left()
-        self._clear()
-
-
-def _make_hook(gradients: RankGradients, index: int, bucket: "Bucket") -> Callable[[Tensor], None]:
-    """Make the hook of a bucket's parameters: each backward calls it for each of them, so it does little."""
-    taken, num = bucket.taken, len(bucket.params)
-
-    def note(p: Tensor) -> None:
-        if not taken:
-            gradients.begin(p.device)
-        taken.append(p)
-        if len(taken) >= num:
-            gradients.complete(index)
-
-    note.is_of_ranks = True  # type: ignore[attr-defined]
-    return note
-
-
-class Share:
-    """This rank's share in the mean: its weight by all ranks', on the device."""
-
-    def __init__(self, group: Group, weights: Sequence[Factor], device: torch.device) -> None:
-        counted = sum(w for w in weights if not isinstance(w, Tensor))
-        self._own = torch.full((), counted, dtype=torch.float64, device=device)  # no copy from the host, which waits
-        for w in weights:
-            if isinstance(w, Tensor):
-                self._own += comm.copy(w, device)
-        self._may_be_zero = not counted
-        self._is_zero: Tensor | None = None
-        self._total = self._own.clone()
-        self._wait: Callable[[], None] | None = group.all_reduce(self._total)
-        self._value = self._own
-
-    def value(self) -> Tensor:
-        """Return it, shape (), once all ranks' weights are added up."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-            self._value = self._own / self._total
-            self._is_zero = self._value == 0 if self._may_be_zero else None
-        return self._value
-
-    def scale_(self, grad: Tensor) -> None:
-        """Multiply a gradient by the share; that of a rank without rows, whose mean is nan, becomes zero."""
-        grad.mul_(self.value())
-        if self._is_zero is not None:
-            grad.masked_fill_(self._is_zero, 0)
-
-
-class Bucket:
-    """Gradients that travel together, before a flag for each parameter: whether it has one."""
-
-    def __init__(self, params: Sequence[Tensor], plan: BucketPlan) -> None:
-        self._plan = plan
-        self.params = [params[slot.index] for slot in plan.slots]
-        self._places = [(slot.shape, slot.strides, slot.start) for slot in plan.slots]
-        self._places.append((torch.Size([len(plan.slots)]), (1,), plan.numel))
-        self._all_there: Tensor | None = None
-        self.taken: list[Tensor] = []
-        """Parameters whose gradients the backward that is running has completed."""
-        self.clear()
-
-    def clear(self) -> None:
-        self._is_new = False
-        self.taken.clear()
-        self._views: list[Tensor] = []
-        self.flags: Tensor | None = None
-        """Of the gradients that were sent, where one is missing or sparse."""
+        self._anchor = anchor
+        self.accumulates = accumulates
+        self._factor: Tensor | None = None
         self._wait: Callable[[], None] | None = None
 
-    def note_grads(self) -> None:
-        """Note whether backward will make the gradients, which nobody else can refer to then."""
-        self._is_new = all(p.grad is None for p in self.params)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.taken) >= len(self.params)
-
-    def check(self) -> None:
-        """Refuse gradients that change after they are complete."""
-        if not len(set(map(id, self.taken))) == len(self.taken) == len(self.params):
-            raise CallError(
-                "DataParallel: a parameter got its gradient twice in one backward, as by reentrant checkpoints, after "
-                "it was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
-            )
-
-    def send(self, group: Group, share: Share | None = None) -> None:
-        """Begin to add the gradients up, those of all ranks multiplied by their shares."""
-        grads = [p.grad for p in self.params]
-        is_whole = all(g is not None and g.layout is torch.strided for g in grads)
-        device, numel = self.params[0].device, self._plan.numel
-        make = torch.empty if is_whole and not self._plan.has_gaps else torch.zeros
-        whole = make(numel + len(grads), dtype=self._plan.dtype, device=device)
-        self._views = list(itertools.starmap(whole.as_strided, self._places))
-        if is_whole:
-            if self._all_there is None:
-                self._all_there = torch.ones(len(grads), dtype=whole.dtype, device=device)
-            foreach_copy_(self._views, [*grads, self._all_there])  # type: ignore[list-item]
+    def count(self, weight: float | Tensor, device: torch.device, *, at_once: bool) -> None:
+        """Note the weight, and start the sum of all ranks' at once or in backward, where nothing waits for it."""
+        if isinstance(weight, Tensor):
+            self._own = comm.copy(weight, device).to(torch.float64)
         else:
-            fill_views(self._views, list(map(_to_strided, grads)))
-            self.flags = self._views[-1]
-            self.flags.copy_(torch.tensor(list(map(_kind, grads))), non_blocking=True)
-        if share is not None:
-            share.scale_(whole[:numel])
-        self._wait = group.all_reduce(whole)
+            self._own = torch.full((), weight, dtype=torch.float64, device=device)  # no copy from the host, which waits
+        self._may_be_zero = isinstance(weight, Tensor) or not weight
+        if at_once:
+            self._start(in_graph=False)
 
-    def wait(self) -> bool:
-        """Wait for the sums; tell whether there are any."""
-        if self._wait is not None:
-            self._wait()
-        return self._wait is not None
+    def _start(self, *, in_graph: bool) -> Callable[[], None]:
+        self._total = self._own.clone()
+        self._wait = self._group.all_reduce(self._total, in_graph=in_graph)
+        return self._wait
 
-    def finish(self, kinds: Iterator[float]) -> None:
-        """Give the sums to the parameters; one that no rank has a gradient for keeps what it had."""
-        if self._is_new and self.flags is None:
-            for p, view in zip(self.params, self._views):
-                p.grad = view  # the gradient becomes a part of the bucket, as DDP's may
-            return
-        pairs = []
-        for p, view in zip(self.params, self._views):
-            kind = _STRIDED if self.flags is None else next(kinds)
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                p.grad = view.to_sparse(p.grad.sparse_dim())
-            elif p.grad is not None and not self._is_new:
-                pairs.append((p.grad, view))
-            elif kind:
-                p.grad = view if p.grad is not None or kind < _SPARSE else view.to_sparse(1)
-        if pairs:
-            foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+    def factor(self) -> Tensor:
+        """Return the weight over the mean of all ranks', shape ()."""
+        if self._factor is None:
+            with torch.no_grad():
+                wait = self._wait or self._start(in_graph=True)
+                wait()
+                self._factor = self._own * self._group.size / self._total
+        return self._factor
+
+    def multiply(self, grad: Tensor) -> Tensor:
+        """Weight a gradient; that of a rank whose rows count nothing, whose mean is nan, becomes zero."""
+        return self._scale(grad, self.factor())
+
+    def divide(self, grad: Tensor) -> Tensor:
+        """Undo ``multiply``."""
+        return self._scale(grad, 1 / self.factor())
+
+    def _scale(self, grad: Tensor, factor: Tensor) -> Tensor:
+        factor = comm.copy(factor, grad.device)
+        if grad.dtype in _HALF and grad.layout is torch.strided:
+            # In place, by a kernel that multiplies in float32: the factor isn't rounded.
+            scaled = grad.clone()
+            unscale_([scaled], factor.new_zeros((), dtype=torch.float32), factor.float())
+        else:
+            scaled = grad * factor.to(grad.real.dtype if grad.is_complex() else grad.dtype)
+        return torch.where(self.factor() == 0, 0, scaled) if self._may_be_zero else scaled
+
+    def enter(self, inputs: Any) -> Any:
+        """Return a forward's inputs; those that take gradients get them as they are outside."""
+        return self._map(lambda x: _Enter.apply(x, self), inputs)  # type: ignore[no-untyped-call]
+
+    def leave(self, output: Any) -> Any:
+        """Return a forward's output, through which gradients come in weighted."""
+        return self._map(lambda x: _Leave.apply(x, self._anchor, self), output)  # type: ignore[no-untyped-call]
+
+    def _map(self, function: Callable[[Tensor], Tensor], values: Any) -> Any:
+        """Map all tensors that take gradients; each once, wherever it is."""
+        done: dict[int, Tensor] = {}  # ``values`` keeps those that the numbers are of
+
+        def change(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.requires_grad:
+                return x
+            if id(x) not in done:
+                done[id(x)] = _per_shard(function, x)
+            return done[id(x)]
+
+        def change_leaf(leaf: Any) -> Any:
+            return leaf._replace(data=change(leaf.data)) if isinstance(leaf, PackedSequence) else change(leaf)
+
+        return tree.map_leaves(change_leaf, values)
 
 
-def make_buckets(params: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Put parameters side by side, in the order in which backward usually finishes them."""
-    return [
-        Bucket(params, plan_bucket(params, members, 1, together=together, unit=_ALIGNED))
-        for members, together in group_by_storage(params, range(len(params))[::-1], bucket_bytes)
-    ]
+class _Enter(torch.autograd.Function):
+    """What a forward is given; an alias, whose gradients leave the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: WeightedForward) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weighted = forward
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        if ctx.weighted.accumulates():
+            return ctx.weighted.divide(grad), None
+        return ctx.weighted.leave(grad) if torch.is_grad_enabled() else grad, None
 
 
-def finish(buckets: Sequence[Bucket]) -> None:
-    """Wait for the sums of those buckets that were sent, and give them to the parameters."""
-    sent = [bucket for bucket in buckets if bucket.wait()]
-    flags = [bucket.flags for bucket in sent if bucket.flags is not None]
-    kinds = iter(torch.cat(flags).tolist() if flags else ())  # the host waits once
-    for bucket in sent:
-        bucket.finish(kinds)
+class _Leave(torch.autograd.Function):
+    """What a forward returned; an alias, whose gradients enter the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, forward: WeightedForward) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weighted = forward
+        return x.detach()  # unlike a view, which torch lets nobody write to; writes count for both
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if ctx.weighted.accumulates():
+            return None if grad is None else ctx.weighted.multiply(grad), None, None
+        return ctx.weighted.enter(grad) if grad is not None and torch.is_grad_enabled() else grad, None, None
 
 
-def _kind(grad: Tensor | None) -> float:
-    """Return the flag of a gradient; added up over ranks, it tells whether one has it, and whether it is sparse."""
-    return 0.0 if grad is None else _STRIDED if grad.layout is torch.strided else _SPARSE
+def _per_shard(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call a function with a tensor, or with each shard of a batch; keep what is a class of the user's."""
+    if isinstance(x, ShardedBatch):
+        return shard_batch(list(map(function, x.shards)), x.device, x.shard_dim, x.shard_rows)
+    found = function(x)
+    if type(x) is not Tensor and type(x) is not nn.Parameter:
+        vars(found).update(vars(x))
+    return found
 
 
-def _to_strided(grad: Tensor | None) -> Tensor | None:
-    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def check_hooks(named: Mapping[str, Tensor]) -> None:
     """Refuse parameters whose hooks would see this rank's gradient alone."""
     for name, p in named.items():
         later = p._post_accumulate_grad_hooks
-        if p._backward_hooks or (later and not all(hasattr(hook, "is_of_ranks") for hook in later.values())):
+        if p._backward_hooks or (later and not all(isinstance(hook, GradHook) for hook in later.values())):
             raise CallError(
                 f"DataParallel: a hook on parameter {name} would see the gradient of this rank's rows alone. Change "
                 f"gradients after backward(), when they are those of all ranks, or remove the hook."
             )
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _refuse_backward() -> bool:
+    raise CallError(
+        "DataParallel: under torchrun a copy of a DataParallel starts to be trained in training mode, where all ranks "
+        "get rank 0's values, got a backward in eval mode. Call copy.train() before its first forward."
+    )
 
 
 class RankModel:
@@ -430,22 +251,26 @@ class RankModel:
         self._num_devices = num_devices
         self._bucket_bytes = replica_bucket_bytes(bucket_cap_mb)
         self._weight = weight
-        self._gradients: RankGradients | None = None if before is None else before._gradients
-        self._is_held: bool = before is not None and before._is_held
+        self._grads: ModelGrads | None = None if before is None else before._grads
         self._is_apart = False
+        self._has_warned = False
         self._tree: ModuleTree | None = None
         self._alike: list[Tensor] = [] if before is None else before._alike
         """Parameters that had rank 0's values once."""
 
-    def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-        """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up."""
+    def forward(self, run: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any, *more: Any) -> Any:
+        """Return a forward's output; layers compute over all ranks' batches, and gradients will be averaged."""
         if self._is_apart:
-            return function()
-        if not torch.is_grad_enabled():
-            with forward_of(SpreadBatch(self.group, 1.0)):
-                return function()
+            return run(inputs, kwargs, *more)
+        if not torch.is_grad_enabled() or is_transforming():
+            with forward_of(self.group):
+                return run(inputs, kwargs, *more)
         self.group.first_batch.compare(self.group, (inputs, kwargs))
         self.copy_buffers(module)
+        forward = self._begin_forward()
+        if forward is None:
+            with forward_of(self.group):
+                return run(inputs, kwargs, *more)
         weight = weigh_batch(
             self._weight,
             "DataParallel",
@@ -455,39 +280,48 @@ class RankModel:
             dim=self._dim,
             num_devices=self._num_devices,
         )
-        weighed = self._begin_weighing(weight)
-        with forward_of(SpreadBatch(self.group, self._later_weight(weight))):
-            output = function()
-        return weighed(output)
+        inputs, kwargs = forward.enter((inputs, kwargs))
+        with forward_of(self.group):
+            output = run(inputs, kwargs, *more, leave=forward.leave)
+        # In eval mode a rank may be alone, as it looks at some samples.
+        forward.count(weight, self._device, at_once=module.training)
+        self._look_for_tensors(output)
+        return output
 
-    def _later_weight(self, weight: float | Tensor) -> float | Tensor:
-        """Return what gradients will be multiplied by after backward, beside other ranks'."""
-        return weight
+    def _begin_forward(self) -> WeightedForward | None:
+        """Return what weights the gradients of a forward; None for a model that has no parameter that takes any."""
+        params = [p for p in self._params.values() if p.requires_grad]
+        if not params:
+            return None
+        self._device = params[0].device
+        if self._grads is None:
+            return WeightedForward(self.group, torch.zeros((), requires_grad=True, device="cpu"), _refuse_backward)
+        check_hooks(self._params)
+        self._grads.follow(params)
+        return WeightedForward(self.group, self._grads.anchor, self._grads.on_output_grad)
 
-    def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
-        """Return what is called with a forward's output, and returns what gradients will come through."""
-        gradients = self._current_gradients()
-
-        def watch(output: Any) -> Any:
-            gradients.watch(output, weight)
-            return output
-
-        return watch
-
-    def _current_gradients(self) -> RankGradients:
-        named = {name: p for name, p in self._params.items() if p.requires_grad}
-        check_hooks(named)
-        params = list(named.values())
-        if self._gradients is None or not self._gradients.fits(params):
-            self._gradients = RankGradients(self.group, params, self._bucket_bytes)
-            self._gradients.is_held = self._is_held
-        return self._gradients
+    def _look_for_tensors(self, output: Any) -> None:
+        """Warn, once, of tensors whose gradients aren't weighted, as they are in an object that isn't opened."""
+        if self._has_warned or self.group.size == 1:
+            return
+        found = [leaf for _, leaf in tree.leaves(output, "")]
+        if any(isinstance(x, Tensor) and x.requires_grad and x.numel() == 1 for x in found):
+            return  # a loss, of which backward begins
+        for leaf in found:
+            if not isinstance(leaf, Tensor) and any(x.requires_grad for x in tree.tensors_in(leaf)):
+                self._has_warned = True
+                logger.warning(
+                    "ranks: the model returned tensors in a %s, whose gradients count alike on all ranks, whatever "
+                    "rows these have. Return them in a tuple, dict or dataclass.",
+                    type(leaf).__qualname__,
+                )
+                return
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
         self.look_at(module)
         if module.training:
-            copy_from_first(self.group, self._buffers)
+            write_from_first(self.group, self._buffers)
 
     def look_at(self, module: nn.Module, *, is_wrapped_now: bool = False) -> None:
         """Find the module's tensors anew where others have taken their places; all ranks start with rank 0's.
@@ -503,40 +337,37 @@ class RankModel:
         if is_wrapped_now or (has_new and (self._alike or module.training)):
             copy_from_first(self.group, check_alike(self.group, module))
             self._alike = list(self._params.values())
+            if is_wrapped_now or self._grads is None:
+                self._grads = Reducer.of(self.group).grads_of(module, self._bucket_bytes)
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
         """Leave gradients and buffers to the caller within, which weighs them by itself."""
-        self._stand_aside(module)
+        if torch.is_grad_enabled():
+            self._check_apart(module)
         before, self._is_apart = self._is_apart, True
         try:
-            with forward_of(SpreadBatch(self.group, 1.0)):
+            with forward_of(self.group):
                 yield
         finally:
             self._is_apart = before
 
-    def _stand_aside(self, module: nn.Module) -> None:
-        """Add up no gradients of the next backward."""
-        self._gradients = None
-        if torch.is_grad_enabled():
-            self.look_at(module)
-            check_hooks(self._params)
-            self.group.last_forward = None
+    def _check_apart(self, module: nn.Module) -> None:
+        self.look_at(module)
+        check_hooks(self._params)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients of backwards within to the first one after it."""
-        before = self._is_held
-        self._hold(True)
+        grads = self._grads
+        if grads is None:
+            yield
+            return
+        before, grads.is_held = grads.is_held, True
         try:
             yield
         finally:
-            self._hold(before)
-
-    def _hold(self, is_held: bool) -> None:
-        self._is_held = is_held
-        if self._gradients is not None:
-            self._gradients.is_held = is_held
+            grads.is_held = before
 
 
 def own_devices(group: Group | None) -> Sequence[int | str] | None:

@@ -6,12 +6,10 @@ import math
 import os
 import sys
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everygpu import tree
-from everygpu.errors import CallError, RankError
+from everygpu.errors import RankError
 from everygpu.progress import running
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.torch_private.core import default_store
@@ -83,17 +81,27 @@ class Group:
     def __init__(self, membership: Membership, control: "dist.ProcessGroup") -> None:
         self.rank, self.size, self.local_rank, self.local_size = membership
         self.first_batch = FirstBatch()
-        self.last_forward: weakref.ref[Any] | None = None
-        """What adds up the gradients of a backward in which no forward's output is known."""
-        self.reached_in: int | None = None
-        """The backward that came last to an output that is known; see ``backward_id``."""
+        self.reducer: Any = None
+        """What averages gradients over ranks, made with the first model."""
+        self._next_place, self._last_place = 0, (-1, 0)
         self._control: Any = control
+        self._of_graph: Any = None
         self._notes: Any = dist.PrefixStore("everygpu/notes", default_store())  # type: ignore[attr-defined]
 
     @property
     def uses_nccl(self) -> bool:
         """Whether GPUs' tensors go through NCCL."""
         return "cuda:nccl" in dist.get_backend_config()
+
+    def next_place(self) -> int:
+        """Number a layer's forward that communicates, in the order in which all ranks come to them."""
+        self._next_place += 1
+        return self._next_place
+
+    def is_in_order(self, backward: int, place: int) -> bool:
+        """Whether a backward comes to the forwards of layers last to first, as on one device per rank it must."""
+        (last_backward, last_place), self._last_place = self._last_place, (backward, place)
+        return backward != last_backward or place <= last_place
 
     def check_same(self, what: str, mine: Mapping[str, object]) -> None:
         """Make sure that all ranks have passed the same, as before the first collective over what it names.
@@ -155,14 +163,25 @@ class Group:
         with self._communicating("broadcast over ranks"):
             dist.broadcast(x, src=0, group=self._group_of(x))
 
-    def all_reduce(self, x: Tensor) -> Callable[[], None]:
-        """Begin to add a contiguous tensor up over all ranks, beside the device's current stream.
+    def all_reduce(self, x: Tensor, *, is_mean: bool = False, in_graph: bool = False) -> Callable[[], None]:
+        """Begin to add a contiguous tensor up over all ranks, or average it, beside the device's current stream.
 
+        Args:
+            x: Written in place.
+            is_mean: Average it.
+            in_graph: A node of autograd's graph asks for it. Such sums have a communicator of their own: where a rank
+                leaves a branch out, its gradients are sent earlier or later beside them than other ranks'.
         Returns:
-            What waits for the sum; on GPUs, it has the current stream wait.
+            What waits for the result; on GPUs, it has the current stream wait.
         """
+        options = dist.AllreduceOptions()
+        if is_mean and x.is_cuda and self.uses_nccl:
+            options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+        elif is_mean:  # gloo has only the sum
+            x.div_(self.size)
         # The group's own method: a step makes many of these calls, and dist.all_reduce does more in Python.
-        work = self._group_of(x).allreduce([torch.view_as_real(x) if x.is_complex() else x])
+        group = self._own_of_graph() if in_graph else self._group_of(x)
+        work = group.allreduce([torch.view_as_real(x) if x.is_complex() else x], options)
 
         def wait() -> None:
             with self._communicating("sum over ranks"):
@@ -217,8 +236,13 @@ class Group:
             ) from error
 
     def close(self) -> None:
-        """Let go of torch's group, whose threads end with the last reference to it."""
-        self._control = self._notes = None
+        """Let go of torch's groups, whose threads end with the last reference to them."""
+        self._control = self._notes = self._of_graph = None
+
+    def _own_of_graph(self) -> Any:
+        if self._of_graph is None:
+            self._of_graph = dist.new_group()
+        return self._of_graph
 
     def _group_of(self, x: Tensor) -> Any:
         return self._control if x.device.type == "cpu" else dist.group.WORLD
@@ -350,38 +374,19 @@ def _all_end(group: Group) -> bool:
     return has_met
 
 
-@dataclass(slots=True, eq=False)
-class SpreadBatch:
-    """A batch of which each rank has some rows."""
-
-    group: Group
-    weight: float | Tensor
-    """What this rank's gradients will be multiplied by, beside other ranks'."""
-    _counts: bool = False
-
-    def check_counts(self) -> None:
-        """Refuse rows that count nothing, of which a layer that divides by the weight has no gradient to give."""
-        if not self._counts and not self.weight:  # the host waits once a forward
-            raise CallError(
-                "SyncBatchNorm: this rank's batch counts nothing, as its labels are all -100 or weight= returns 0, but "
-                "its rows are part of the statistics. Train by everygpu.TrainStep, or leave such a batch out."
-            )
-        self._counts = True
-
-
-_batch: ContextVar[SpreadBatch | None] = ContextVar("everygpu_spread_batch", default=None)
+_group: ContextVar[Group | None] = ContextVar("everygpu_group_of_forward", default=None)
 
 
 @contextmanager
-def forward_of(batch: SpreadBatch) -> Iterator[None]:
-    """Have layers within compute over the whole batch."""
-    token = _batch.set(batch)
+def forward_of(group: Group) -> Iterator[None]:
+    """Have layers within compute over all ranks' batches."""
+    token = _group.set(group)
     try:
         yield
     finally:
-        _batch.reset(token)
+        _group.reset(token)
 
 
-def batch_of_forward() -> SpreadBatch | None:
-    """Return what a layer computes over; None where its rows are all there are."""
-    return _batch.get()
+def group_of_forward() -> Group | None:
+    """Return the ranks over whose batches a layer computes; None where this one's rows are all there are."""
+    return _group.get()

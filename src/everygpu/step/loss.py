@@ -227,11 +227,14 @@ class BatchWeights:
         self._all = numbers[1].to(self._home, self._share.dtype)
         return (numbers[0] / numbers[1]).to(loss.dtype), None if flags is None else numbers[2:]
 
-    def leave_out_empty(self, loss: Tensor) -> Tensor:
-        """Return what must be finite of this process's own loss: 0 where nothing counts, whose mean is nan."""
+    def leave_out_empty(self, loss: Tensor, *, of_all_ranks: bool = False) -> Tensor:
+        """Return what must be finite of a loss, this process's or all ranks': 0 where nothing counts, its mean nan."""
         if not self._is_needed:
             return loss
-        return torch.where(comm.copy(self._share, loss.device) == 0, 0, loss)
+        share = self._all if of_all_ranks else self._share
+        if isinstance(share, Tensor):
+            return torch.where(comm.copy(share, loss.device) == 0, 0, loss)
+        return loss if share else torch.zeros_like(loss)
 
     def take_factor(self) -> float | Tensor:
         """Return what the sum of the batches' gradients is multiplied by, and begin with the next update."""

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on
-from everygpu.errors import CallError
 from everygpu.parallel.buckets import KeptBucket, replica_bucket_bytes, update_bucket_bytes
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replicated
-from everygpu.parallel.ranks import RankGradients
+from everygpu.parallel.reducer import BucketQueue, Reducer, SummedGrads, noting_task
 from everygpu.parallel.replicas.module_tree import has_hooks, place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.ranks.group import Group
@@ -27,11 +26,35 @@ from everygpu.step.shards import Shards, all_params
 from everygpu.step.update import Shares, multiply, prefer_fused, step_unless, total_norm
 
 
+class FlatBucket:
+    """A flat bucket of a device's gradients, reduced where backward leaves them, without a copy."""
+
+    def __init__(self, flat: Tensor, num_params: int) -> None:
+        self.flat = flat
+        self._num_params = num_params
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with the gradients of another backward."""
+        self.num_left, self.is_sent = self._num_params, False
+        self.event: torch.cuda.Event | None = None
+        self.wait: Callable[[], None] | None = None
+
+    def send(self, group: Group) -> None:
+        """Start its all-reduce; while a step is captured, note when it may start."""
+        self.is_sent = True
+        if is_capturing():
+            self.event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+            self.event.record()
+        else:
+            self.wait = group.all_reduce(self.flat)
+
+
 class RankSums:
     """Sends each bucket when backward has all of its gradients, in the order of their plans on all ranks.
 
-    Buckets are added up where backward leaves them, without a copy. A recording has no sums in it, as NCCL ends no
-    process group that a CUDA graph refers to: it has an event for each bucket, which the sum waits for.
+    A captured graph has no sums in it, as NCCL ends no process group that a CUDA graph refers to: it has an event for
+    each bucket, which the sum waits for.
 
     Source: ``DistributedDataParallel``'s reducer, with ``gradient_as_bucket_view=True``.
     """
@@ -41,71 +64,51 @@ class RankSums:
         self._device = flat_params.devices[0]
         self._params = flat_params.params
         filled = [(plan, flat) for plan, (flat,) in zip(flat_params.plans, flat_params.grads) if plan.numel]
-        self._flats = [flat for _, flat in filled]
-        self._members = [{id(self._params[slot.index]) for slot in plan.slots} for plan, _ in filled]
-        self._bucket_of = {key: b for b, members in enumerate(self._members) for key in members}
-        self._begin()
-
-    def _begin(self) -> None:
-        self._left = [set(members) for members in self._members]
-        self._events: list[torch.cuda.Event] = []
-        self._waits: list[Callable[[], None]] = []
-        self._num_sent = 0
+        self._buckets = [FlatBucket(flat, len(plan.slots)) for plan, flat in filled]
+        self._bucket_of = {
+            id(self._params[slot.index]): bucket
+            for (plan, _), bucket in zip(filled, self._buckets)
+            for slot in plan.slots
+        }
 
     @contextmanager
-    def adding_up(self) -> Iterator[None]:
-        """Add up the gradients of a backward within; at the end the current stream waits for the sums."""
-        self._begin()
-        handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._params]  # type: ignore[no-untyped-call]
+    def adding_up(self, loss: Tensor) -> Iterator[None]:
+        """Add up the gradients of a backward from ``loss`` within; at the end the current stream waits for the sums."""
+        for bucket in self._buckets:
+            bucket.begin()
+        queue = BucketQueue(self._group, lambda: self._buckets, None)
+        found = [(p, self._bucket_of.get(id(p))) for p in self._params]  # one without elements has none
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: queue.on_grad(bucket))  # type: ignore[no-untyped-call]
+            for p, bucket in found
+            if bucket is not None
+        ]
         try:
-            yield
+            with noting_task(queue, loss):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
-        while self._num_sent < len(self._flats):
-            self._send_next()
-        self._wait()
+        queue.send_rest()
+        self._wait([bucket.wait for bucket in self._buckets])
 
     def add_up_recorded(self, events: Sequence[torch.cuda.Event]) -> None:
         """Add up the gradients of a backward that was launched."""
+        waits = []
         with queueing_on(self._device, kept_stream(self._device, "beside backward")):
-            for event, flat in zip(events, self._flats):
+            for event, bucket in zip(events, self._buckets):
                 torch.cuda.current_stream().wait_event(event)
-                self._waits.append(self._group.all_reduce(flat))
-        self._wait()
+                waits.append(self._group.all_reduce(bucket.flat))
+        self._wait(waits)
 
     def take_events(self) -> list[torch.cuda.Event]:
         """Return the moments of the backward that is being recorded, for ``add_up_recorded``."""
-        events, self._events = self._events, []
-        return events
+        return [bucket.event for bucket in self._buckets if bucket.event is not None]
 
-    def _take(self, p: Tensor) -> None:
-        b = self._bucket_of.get(id(p))
-        if b is None:  # has no elements
-            return
-        if b < self._num_sent:
-            raise CallError(
-                "TrainStep: a parameter got its gradient twice in one backward, as by reentrant checkpoints, after it "
-                "was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
-            )
-        self._left[b].discard(id(p))
-        while self._num_sent < len(self._flats) and not self._left[self._num_sent]:
-            self._send_next()
-
-    def _send_next(self) -> None:
-        flat = self._flats[self._num_sent]
-        self._num_sent += 1
-        if is_capturing():
-            event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._events.append(event)
-        else:
-            self._waits.append(self._group.all_reduce(flat))
-
-    def _wait(self) -> None:
-        waits, self._waits = self._waits, []
+    def _wait(self, waits: Sequence[Callable[[], None] | None]) -> None:
         for wait in waits:
-            wait()
+            if wait is not None:
+                wait()
 
 
 MAX_CHANGES = 3
@@ -145,7 +148,7 @@ class ShardedUpdate:
         self._settles = settles
         self._is_given_up = False
         self._num_begun = 0
-        self._sums: RankGradients | None = None
+        self._sums: SummedGrads | None = None
         if self._sharded is None:
             prefer_fused(optimizer)
         self._arrange(self._trainable(), None)
@@ -188,19 +191,22 @@ class ShardedUpdate:
             self._optimizer.zero_grad()
         self.flat_params.begin()
 
-    def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
-        """Add the gradients of a backward within up over ranks beside it, where it is the only one of its update."""
+    @contextmanager
+    def adding_up(self, loss: Tensor, *, is_only: bool) -> Iterator[None]:
+        """Add the gradients of a backward from ``loss`` up over ranks beside it, where no other is in its update."""
         sums = self._current_sums() if self._sharded is None else self._rank_sums
         self._is_added_up = is_only and sums is not None
-        return sums.adding_up() if is_only and sums is not None else nullcontext()
+        paused = nullcontext() if self._group is None else Reducer.of(self._group).paused()
+        with paused, sums.adding_up(loss) if is_only and sums is not None else nullcontext():
+            yield
 
-    def _current_sums(self) -> RankGradients | None:
+    def _current_sums(self) -> SummedGrads | None:
         """Return what adds up the parameters' own gradients over ranks."""
         if self._group is None:
             return None
-        params = [p for p in all_params(self._optimizer) if p.requires_grad]
-        if self._sums is None or not self._sums.fits(params):
-            self._sums = RankGradients(self._group, params, replica_bucket_bytes(self._model.bucket_cap_mb))
+        if self._sums is None:
+            self._sums = SummedGrads(self._group, replica_bucket_bytes(self._model.bucket_cap_mb))
+        self._sums.follow([p for p in all_params(self._optimizer) if p.requires_grad])
         return self._sums
 
     def flags(self) -> Tensor | None:

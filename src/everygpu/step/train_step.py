@@ -14,6 +14,7 @@ from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
+from everygpu.parallel.ranks import check_alike, copy_from_first
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
@@ -137,6 +138,9 @@ class TrainStep:
         self.model = wrap_model(model, compile=compile)
         check_model(self.model, loss, optimizer, weight)
         precision = own_precision(self.model, precision, check_every)
+        if self.model.rank_model is not None:
+            for own in roots_of(self.model, loss)[1:]:
+                copy_from_first(self.model.rank_model.group, check_alike(self.model.rank_model.group, own))
         if loss is None:  # a loss for each replica is weighed alike
             self.model.weight_rule = weight = weight or self.model.weight_rule
         self.loss = loss
@@ -195,7 +199,7 @@ class TrainStep:
             self._weights.end()
             if self._num_steps == num_steps:  # a recording may have had the update in it
                 if self._finite_check.is_on:
-                    seen = self._weights.leave_out_empty(loss) if self._ranks is None else loss
+                    seen = self._weights.leave_out_empty(loss, of_all_ranks=True)
                     self._losses = seen if self._losses is None else self._losses + seen
                 self._num_batches += 1
                 if self._num_batches == self.accumulate:
@@ -319,7 +323,7 @@ class TrainStep:
                     update.check(loss.detach())
                 seed = self._weights.seed(loss)
                 is_only = self.accumulate == 1
-                watching = self._strategy.adding_up(is_only=is_only) if update is None else update.watching()
+                watching = self._strategy.adding_up(loss, is_only=is_only) if update is None else update.watching()
                 with watching, running("backward", self._home):
                     torch.autograd.backward(loss, seed if self._scale is None else self._scale.scale(seed))
         finally:

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from everygpu import tree
 from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
+from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
-from everygpu.parallel.ranks import RankModel, Share, check_hooks, copy_from_first
+from everygpu.parallel.ranks import RankModel, WeightedForward, check_hooks, write_from_first
+from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight
 from everygpu.ranks.group import Group
-
-_SMALL = 2**16
-"""Outputs of so many elements are copied, so that ``loss /= 2`` may write to them."""
+from everygpu.torch_private.core import will_execute
 
 
 class ShardedRankModel(RankModel):
@@ -51,6 +51,11 @@ class ShardedRankModel(RankModel):
         self._digest = 0
         """Of the parameters to which backwards since the last forward have given gradients."""
         self._device = next(module.parameters()).device
+        self._trees = [ModuleTree(module)]
+        """The model with its shards, and as a forward leaves it, with parameters that are still whole."""
+        self._is_held = False
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self._anchor_node = get_gradient_edge(self._anchor).node
         # Those that are saved: the others are constants, such as a rotary embedding's, and a broadcast takes time.
         saved = module.state_dict().keys()
         named = [
@@ -58,9 +63,14 @@ class ShardedRankModel(RankModel):
         ]
         self._slots = [(table, key) for name, table, key in named if name in saved]
 
-    def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-        """Return a forward's output; its gradients will be weighed by this rank's rows."""
-        if self._old is not None and torch.is_grad_enabled():
+    def forward(self, run: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any, *more: Any) -> Any:
+        """Return a forward's output; its gradients will be weighted by this rank's rows."""
+        if torch.is_grad_enabled():
+            self._check_parameters()
+        return super().forward(partial(self._call, run), module, inputs, kwargs, *more)
+
+    def _check_parameters(self) -> None:
+        if self._old is not None:
             self._old.check()  # of parameters that were listed before, an optimizer may have been made since
             self._old = None
             named = dict(self._module.named_parameters())
@@ -69,7 +79,15 @@ class ShardedRankModel(RankModel):
                 if p.requires_grad:
                     note = partial(self._note, i.to_bytes(4, "little"))
                     p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-        return super().forward(partial(self._call, function), module, inputs, kwargs)
+        if any(tree.is_same() for tree in self._trees):
+            return
+        whole = {id(p) for tree in self._trees for p in tree.tensors}
+        for name, p in self._module.named_parameters():
+            if not (is_shard(p) or id(p) in whole):
+                raise CallError(
+                    f"DataParallel: parameter {name} came after the model was sharded over ranks, which reduce nothing "
+                    f"of it. Change the model first, then wrap it: DataParallel(model, shard={self.sharding.level!r})."
+                )
 
     def _note(self, key: bytes, _: Tensor) -> None:
         self._digest = zlib.crc32(key, self._digest)
@@ -83,12 +101,12 @@ class ShardedRankModel(RankModel):
                 "Have all ranks use all parameters, for instance with 0 * sum(p.sum() for p in module.parameters())."
             )
 
-    def _call(self, function: Callable[..., Any]) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_training, digest, self._digest = torch.is_grad_enabled(), self._digest, 0
         wait = self.group.begin_list(float(digest)) if is_training else None
         try:
             with explaining_parts():
-                output = function()
+                output = function(*args, **kwargs)
         except BaseException:
             # Else the next forward gathers parameters without waiting for the optimizer. torch has it from 2.13 on.
             with contextlib.suppress(RuntimeError):  # of a first forward that didn't get as far as the root's
@@ -98,23 +116,15 @@ class ShardedRankModel(RankModel):
             reshard(self._module)
         else:
             self._compare_backward(wait())
+            if not self._trees[-1].is_same():
+                self._trees[1:] = [ModuleTree(self._module)]
         return output
 
-    def _later_weight(self, weight: float | Tensor) -> float | Tensor:
-        return 1.0  # as backward begins with gradients that are weighed
+    def _begin_forward(self) -> WeightedForward:
+        return WeightedForward(self.group, self._anchor, self._accumulates)
 
-    def _begin_weighing(self, weight: float | Tensor) -> Callable[[Any], Any]:
-        """Return what makes gradients of an output come multiplied by this rank's weight over the mean of all."""
-        wait = self.group.begin_list(float("nan") if isinstance(weight, Tensor) else weight)
-
-        def weigh(output: Any) -> Any:
-            weights = wait()
-            if all(w == weights[0] for w in weights):  # nan, of a weight on the device, is never equal
-                return output
-            share = Share(self.group, [weight], self._device)
-            return tree.map_leaves(lambda leaf: _weigh(leaf, share, self.group.size), output)
-
-        return weigh
+    def _accumulates(self) -> bool:
+        return will_execute(self._anchor_node)
 
     def call_as_forward(self, name: str) -> None:
         """Have a method of the model find parameters whole, as forward does: ``generate`` calls parts of the model."""
@@ -125,16 +135,16 @@ class ShardedRankModel(RankModel):
         self._methods.add(name)
         register_fsdp_forward_method(self._module, name)
         method = getattr(self._module, name)
-        setattr(self._module, name, functools.wraps(method)(lambda *a, **k: self._call(partial(method, *a, **k))))
+        setattr(self._module, name, functools.wraps(method)(partial(self._call, method)))
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training."""
         if module.training:
             found = (table.get(key) for table, key in self._slots)
-            copy_from_first(self.group, [b for b in found if b is not None])
+            write_from_first(self.group, [b for b in found if b is not None])
 
-    def _stand_aside(self, module: nn.Module) -> None:
-        """Nothing: FSDP2 takes the gradients, whoever weighs them."""
+    def _check_apart(self, module: nn.Module) -> None:
+        self._check_parameters()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,22 +170,3 @@ class ShardedRankModel(RankModel):
 def is_shared_out(wrapper: Any) -> bool:
     """Tell whether a ``DataParallel`` has a part of each parameter on every rank."""
     return isinstance(wrapper.rank_model, ShardedRankModel)
-
-
-class _Weigh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, size: int) -> Tensor:
-        ctx.share, ctx.size = share, size
-        return x.clone() if x.numel() <= _SMALL else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        factor = ctx.share.value() * ctx.size
-        return torch.where(factor == 0, 0, grads[0] * factor.to(grads[0].dtype)), None, None
-
-
-def _weigh(leaf: Any, share: Share, size: int) -> Any:
-    # What other objects hold, as a cache of keys and values, FSDP2 can't see: no gradient goes through it from outside.
-    if isinstance(leaf, Tensor) and leaf.requires_grad:
-        return _Weigh.apply(leaf, share, size)  # type: ignore[no-untyped-call]
-    return leaf
