@@ -175,7 +175,7 @@ def expect(program, backward, models, rank_of):
     state = [copy.deepcopy(m.state_dict()) for m in models]
     whole = lambda values, b: values.mean()  # noqa: E731
     loss = loss_of(backward["terms"], models, frozen, batches, whole)
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+    if loss.requires_grad:
         loss.backward()
     after = [copy.deepcopy(m.state_dict()) for m in models]
     for model, values in zip(frozen, state):
@@ -186,7 +186,7 @@ def expect(program, backward, models, rank_of):
         return sum(part.sum() / max(len(part), 1) for part in parts) / num_ranks
 
     loss = loss_of(backward["terms"], frozen, outside, batches, by_ranks)
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+    if loss.requires_grad:
         loss.backward()
     for model, other, values in zip(models, outside, after):
         model.load_state_dict(values)
@@ -214,12 +214,12 @@ def check(seed, num_devices):
                     stack.enter_context(model.no_sync())
                 mean = lambda values, _: values.sum() / max(len(values), 1)  # noqa: E731
                 loss = loss_of(backward["terms"], wrapped, own, mine, mean)
-                if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                if loss.requires_grad:
                     loss.backward()
             if backward["dropped"] and backward["held"]:
                 for model in (*bare, *own):
                     model.zero_grad()
-            if not backward["held"]:
+            if loss.requires_grad and not backward["held"]:
                 found += differences(bare, own)
         for optimizer in optimizers:
             if optimizer is not None:

@@ -13,7 +13,7 @@ from everygpu import comm, tree
 from everygpu.devices.parse import may_share_gpus
 from everygpu.errors import CallError, DeviceError
 from everygpu.parallel.buckets import REPLICA_BYTES, group_tensors, replica_bucket_bytes
-from everygpu.parallel.reducer import GradHook, ModelGrads, Reducer
+from everygpu.parallel.reducer import Anchor, GradHook, ModelGrads, Reducer
 from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
@@ -82,11 +82,11 @@ class WeightedForward:
 
     Args:
         group: The ranks.
-        anchor: A leaf without a gradient, which takes part in each forward.
+        anchor: Takes part in the forward.
         accumulates: Called in backward when it comes here; returns whether that adds to leaves' ``.grad``.
     """
 
-    def __init__(self, group: Group, anchor: Tensor, accumulates: Callable[[], bool]) -> None:
+    def __init__(self, group: Group, anchor: Anchor, accumulates: Callable[[], bool]) -> None:
         self._group = group
         self._anchor = anchor
         self.accumulates = accumulates
@@ -141,7 +141,7 @@ class WeightedForward:
 
     def leave(self, output: Any) -> Any:
         """Return a forward's output, through which gradients come in weighted."""
-        return self._map(lambda x: _Leave.apply(x, self._anchor, self), output)  # type: ignore[no-untyped-call]
+        return self._map(lambda x: _Leave.apply(x, self._anchor.leaf, self), output)  # type: ignore[no-untyped-call]
 
     def _map(self, function: Callable[[Tensor], Tensor], values: Any) -> Any:
         """Map all tensors that take gradients; each once, wherever it is."""
@@ -267,7 +267,7 @@ class RankModel:
                 return run(inputs, kwargs, *more)
         self.group.first_batch.compare(self.group, (inputs, kwargs))
         self.copy_buffers(module)
-        forward = self._begin_forward()
+        forward = self._begin_forward((inputs, kwargs))
         if forward is None:
             with forward_of(self.group):
                 return run(inputs, kwargs, *more)
@@ -288,14 +288,17 @@ class RankModel:
         self._look_for_tensors(output)
         return output
 
-    def _begin_forward(self) -> WeightedForward | None:
-        """Return what weights the gradients of a forward; None for a model that has no parameter that takes any."""
+    def _begin_forward(self, batch: Any) -> WeightedForward | None:
+        """Return what weights the gradients of a forward; None where neither parameters nor inputs take any."""
         params = [p for p in self._params.values() if p.requires_grad]
-        if not params:
+        if not params and not any(isinstance(x, Tensor) and x.requires_grad for _, x in tree.leaves(batch, "")):
             return None
-        self._device = params[0].device
+        self._device = next(iter(self._params.values())).device
         if self._grads is None:
-            return WeightedForward(self.group, torch.zeros((), requires_grad=True, device="cpu"), _refuse_backward)
+            return WeightedForward(self.group, Anchor(), _refuse_backward)
+        if not params:  # its layers may yet compute over all ranks' gradients
+            reducer = Reducer.of(self.group)
+            return WeightedForward(self.group, reducer.anchor, lambda: reducer.accumulates(reducer.anchor))
         check_hooks(self._params)
         self._grads.follow(params)
         return WeightedForward(self.group, self._grads.anchor, self._grads.on_output_grad)

@@ -289,6 +289,21 @@ def noting_task(queue: BucketQueue, loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
+class Anchor:
+    """A leaf that takes part in forwards, and gets no gradient.
+
+    Whether a backward comes to it says whether that adds to leaves' ``.grad``, and goes through such a forward.
+    """
+
+    def __init__(self) -> None:
+        self.leaf = torch.zeros((), requires_grad=True, device="cpu")
+        self._node = get_gradient_edge(self.leaf).node
+
+    def is_reached(self) -> bool:
+        """Whether the backward that is running comes to it."""
+        return will_execute(self._node)
+
+
 class ModelGrads(BucketedGrads):
     """The gradients of a wrapped model, which a ``Reducer`` averages over ranks."""
 
@@ -301,14 +316,11 @@ class ModelGrads(BucketedGrads):
         """Backwards leave gradients as they are, for a later one to average."""
         self.is_pending = False
         """A backward has left gradients so."""
-        # A leaf that takes part in each forward, and gets no gradient: whether backward comes to it says whether that
-        # adds to leaves' gradients, and goes through a forward of this model.
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self._anchor_node = get_gradient_edge(self.anchor).node
+        self.anchor = Anchor()
 
     def takes_part(self) -> bool:
         """Whether the backward that is running is to average gradients of this model, as far as can be known before."""
-        return not self.is_held and (self.is_pending or will_execute(self._anchor_node))
+        return not self.is_held and (self.is_pending or self.anchor.is_reached())
 
     def on_grad(self, bucket: GradBucket) -> None:
         if self._reducer.is_paused:
@@ -324,7 +336,7 @@ class ModelGrads(BucketedGrads):
         Raises:
             CallError: it returns gradients of parameters, or makes a graph of them: nobody would average these.
         """
-        if not self._reducer.accumulates(self._anchor_node):
+        if not self._reducer.accumulates(self.anchor):
             return False
         if not (self.is_held or self._reducer.is_paused):
             self._reducer.current()
@@ -345,6 +357,8 @@ class Reducer:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.anchor = Anchor()
+        """Of models without a parameter that takes gradients."""
         self.is_paused = False
         """Somebody else reduces the gradients of the backward that is running."""
         self._models: weakref.WeakValueDictionary[int, ModelGrads] = weakref.WeakValueDictionary()
@@ -386,11 +400,11 @@ class Reducer:
         finally:
             self.is_paused = before
 
-    def accumulates(self, anchor: Any) -> bool:
+    def accumulates(self, anchor: Anchor) -> bool:
         """Whether the backward that is running adds to ``.grad`` of leaves, as that through a forward's anchor."""
         task = backward_id()
         if self._known[0] != task:
-            self._known = task, will_execute(anchor) or self._has_param_inputs()
+            self._known = task, anchor.is_reached() or self._has_param_inputs()
             if self._known[1] and torch.is_grad_enabled():
                 raise CallError(
                     "DataParallel: gradients of parameters by create_graph=True can't be averaged over ranks. Call "

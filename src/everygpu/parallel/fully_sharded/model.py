@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from everygpu.errors import CallError
 from everygpu.parallel.fully_sharded.options import OldParameters, Sharding
 from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.parallel.fully_sharded.wrap import explaining_parts, reshard
 from everygpu.parallel.ranks import RankModel, WeightedForward, check_hooks, write_from_first
+from everygpu.parallel.reducer import Anchor
 from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight
 from everygpu.ranks.group import Group
-from everygpu.torch_private.core import will_execute
 
 
 class ShardedRankModel(RankModel):
@@ -54,8 +53,7 @@ class ShardedRankModel(RankModel):
         self._trees = [ModuleTree(module)]
         """The model with its shards, and as a forward leaves it, with parameters that are still whole."""
         self._is_held = False
-        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self._anchor_node = get_gradient_edge(self._anchor).node
+        self._anchor = Anchor()
         # Those that are saved: the others are constants, such as a rotary embedding's, and a broadcast takes time.
         saved = module.state_dict().keys()
         named = [
@@ -120,11 +118,8 @@ class ShardedRankModel(RankModel):
                 self._trees[1:] = [ModuleTree(self._module)]
         return output
 
-    def _begin_forward(self) -> WeightedForward:
-        return WeightedForward(self.group, self._anchor, self._accumulates)
-
-    def _accumulates(self) -> bool:
-        return will_execute(self._anchor_node)
+    def _begin_forward(self, batch: Any) -> WeightedForward:
+        return WeightedForward(self.group, self._anchor, self._anchor.is_reached)
 
     def call_as_forward(self, name: str) -> None:
         """Have a method of the model find parameters whole, as forward does: ``generate`` calls parts of the model."""
