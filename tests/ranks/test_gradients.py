@@ -321,7 +321,7 @@ def accumulate():
     bare, model = make(), everygpu.DataParallel(make(), ["cpu"])
     sums = []
     all_reduce = group.all_reduce
-    group.all_reduce = lambda x: sums.append(x.numel()) or all_reduce(x)
+    group.all_reduce = lambda x, **options: sums.append(x.numel()) or all_reduce(x, **options)
     for step in range(8):
         ids, targets, mine = rows_of(group, [3, 1], step)
         mean_loss(bare(ids), targets).backward()
@@ -329,7 +329,7 @@ def accumulate():
             mean_loss(model(ids[mine]), targets[mine]).backward()
         if step % 4 == 3:
             assert_same(grads_of(model.module), grads_of(bare))
-    assert len(sums) == 2 * 2, "a share, and one bucket"
+    assert len(sums) == 8 + 2, "the weights of each forward, and one bucket an update"
 
 
 def test_micro_batches_are_added_up_once(tmp_path):

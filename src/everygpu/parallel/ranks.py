@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from everygpu.parallel.buckets import REPLICA_BYTES, group_tensors, replica_buck
 from everygpu.parallel.reducer import Anchor, GradHook, ModelGrads, Reducer
 from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
+from everygpu.parallel.scatter.denominator import LabelCheck, denominator_of, note_denominator
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 from everygpu.ranks.group import Group, forward_of
 from everygpu.torch_private.core import foreach_copy_, is_transforming, unscale_
@@ -141,7 +143,14 @@ class WeightedForward:
 
     def leave(self, output: Any) -> Any:
         """Return a forward's output, through which gradients come in weighted."""
-        return self._map(lambda x: _Leave.apply(x, self._anchor.leaf, self), output)  # type: ignore[no-untyped-call]
+        return self._map(self._leave, output)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        found: Tensor = _Leave.apply(x, self._anchor.leaf, self)  # type: ignore[no-untyped-call]
+        total = denominator_of(x) if x.numel() == 1 else None
+        if total is not None:
+            note_denominator(found, total)
+        return found
 
     def _map(self, function: Callable[[Tensor], Tensor], values: Any) -> Any:
         """Map all tensors that take gradients; each once, wherever it is."""
@@ -254,6 +263,7 @@ class RankModel:
         self._grads: ModelGrads | None = None if before is None else before._grads
         self._is_apart = False
         self._has_warned = False
+        self._label_check = LabelCheck("DataParallel")
         self._tree: ModuleTree | None = None
         self._alike: list[Tensor] = [] if before is None else before._alike
         """Parameters that had rank 0's values once."""
@@ -271,18 +281,15 @@ class RankModel:
         if forward is None:
             with forward_of(self.group):
                 return run(inputs, kwargs, *more)
-        weight = weigh_batch(
-            self._weight,
-            "DataParallel",
-            inputs,
-            kwargs,
-            module=module,
-            dim=self._dim,
-            num_devices=self._num_devices,
+        weigh = partial(
+            weigh_batch, self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices
         )
+        weight = None if self._weight is None else weigh()  # before forward may write to the batch
         inputs, kwargs = forward.enter((inputs, kwargs))
         with forward_of(self.group):
             output = run(inputs, kwargs, *more, leave=forward.leave)
+        if weight is None:
+            weight = weigh(output=output, check=self._label_check)
         # In eval mode a rank may be alone, as it looks at some samples.
         forward.count(weight, self._device, at_once=module.training)
         self._look_for_tensors(output)
