@@ -99,7 +99,7 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        if self._shared.is_parted and is_recomputing() and batch_of_forward() is None:
+        if self._shared.is_parted and is_recomputing() and group_of_forward() is None:
             raise CallError(
                 "SyncBatchNorm: can't be run again in backward by one replica alone, as an activation checkpoint does. "
                 "Leave this layer out of torch.utils.checkpoint.checkpoint, or checkpoint the whole model."
