@@ -41,9 +41,6 @@ reshape_alias: Any = torch.ops.aten._reshape_alias.default
 """View a tensor as it is, by an operation for which ``ShardedBatch`` has no rule: ``aten.alias`` has one."""
 
 
-keep_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
-"""Write a tensor without counting it: elsewhere than where a graph has saved it, which torch would take for there."""
-
 swap_tensors = torch._C._swap_tensor_impl
 """Exchange what two tensors are, in C++; ``torch.utils.swap_tensors`` refuses tensors that have views."""
 

@@ -51,7 +51,7 @@ def test_lists_that_may_be_rows_are_told_of_once(said, items, what):
 @pytest.mark.parametrize(
     "inputs",
     [
-        *((X, items) for items in (["a"] * 3, [1, 2, 3], [None] * 4, [torch.ones(4)] * 4)),
+        *((X, items) for items in (["a"] * 3, [1, 2, 3], [None] * 4, [torch.ones(4)] * 4, [torch.tensor(1)] * 4)),
         *((X, items) for items in (Rows("abcd"), Replicated(["a"] * 4), [{"y": X}] * 4, "abcd", dict.fromkeys("abcd"))),
         ([WIDE, HIGH], torch.ones(3)),
         *([WIDE, other] for other in (WIDE, torch.ones(3, 4), "text")),

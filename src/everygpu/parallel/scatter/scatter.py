@@ -12,7 +12,7 @@ from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
-from everygpu.parallel.buckets import NOTHING, broadcast_tensor, keep_requires_grad, versions_of
+from everygpu.parallel.buckets import broadcast_tensor, keep_requires_grad, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.batch_types import (
     OWN,
@@ -32,7 +32,6 @@ from everygpu.parallel.scatter.row_count import (
 from everygpu.parallel.scatter.split import Replicated, Split, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
 from everygpu.parallel.sharded.layout import RowWeights
-from everygpu.torch_private.core import keep_version
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -166,19 +165,18 @@ class _Cutter:
                 shards = self._reuse(x)
                 return [shards[i] for i in wanted]
         with keep_requires_grad(x):
+            x = comm.as_plain(x)
             shares = cut_rows(x, rows, self.dim)
         shares = shares if len(wanted) == len(rows) else [shares[i] for i in wanted]
         is_plain = x.layout is torch.strided and not x.requires_grad
         if is_plain and x.device.type == "cpu" and self.devices[0].type == "cuda":
             return _upload(shares, self.devices)
-        # As on several GPUs: the first replica receives the input itself, the others receive copies. Replicas may
-        # write into their inputs, and views of one tensor would share its version counter and history.
+        # Each its own memory: views of one tensor would share its version counter and history.
+        is_there = x.device == self.devices[0] and len(wanted) == len(rows) > 1
         with keep_requires_grad(x):
-            copied = [comm.copy(part, d, fresh=True) for part, d in zip(shares[1:], self.devices[1:])]
-            is_there = shares[0].device == self.devices[0]
-            shares = [shares[0] if is_there else comm.copy(shares[0], self.devices[0]), *copied]
-        if is_there and x.layout is torch.strided and len(wanted) == len(rows):
-            self.lent.append(Lent(comm.as_plain(x), shares, self.dim))
+            shares = [comm.copy(part, d, fresh=len(rows) > 1) for part, d in zip(shares, self.devices)]
+        if is_there and not isinstance(x, ShardedBatch) and x.layout is torch.strided:
+            self.lent.append(Lent(x, shares, self.dim))
         return shares
 
     def _fits(self, x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int]) -> bool:
@@ -217,7 +215,6 @@ def cut_rows(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
     """Cut a tensor into parts of so many rows: views, but copies of a sparse tensor, and where code that calls
     ``view`` on a contiguous tensor would meet one that isn't.
     """
-    x = comm.as_plain(x)
     starts = itertools.accumulate(rows, initial=0)
     if x.layout is torch.sparse_coo and not x.requires_grad:
         return [torch.narrow_copy(x, dim % x.ndim, start, n) for start, n in zip(starts, rows)]
@@ -244,24 +241,17 @@ class Lent:
 
     def __init__(self, tensor: Tensor, shares: Sequence[Tensor], dim: int | None = None) -> None:
         self._tensor, self._shares, self._dim = tensor, shares, dim
-        self._before, *self._versions = versions_of([tensor, *shares])
+        self._versions = versions_of(shares)
 
     def note_writes(self) -> None:
-        """Copy shares that were written to the tensor, but for views of it; count it as written."""
-        x, versions = self._tensor, versions_of(self._shares)
-        if versions == self._versions:
+        """Copy the shares to the tensor if one was written, and they aren't its memory; count it as written."""
+        if versions_of(self._shares) == self._versions:
             return
-        if self._dim is None:  # the shares are its memory
-            increment_version(x)
-            return
-        # What the first replica's graph has saved is a view, and not written now.
-        with NOTHING if x._version == self._before else keep_version(x):
-            start = 0
-            for share, now, before in zip(self._shares, versions, self._versions):
-                num_rows = share.shape[self._dim]
-                if now != before and share._base is None:
-                    x.narrow(self._dim, start, num_rows).copy_(comm.copy(share, x.device))
-                start += num_rows
+        if self._dim is None:
+            increment_version(self._tensor)
+        else:
+            here = [comm.copy(share, self._tensor.device) for share in self._shares]
+            self._tensor.copy_(torch.cat(here, self._dim))
 
 
 def _check_object(leaf: Any) -> None:
