@@ -74,6 +74,35 @@ def test_one_that_never_starts_is_an_error_and_no_wait(forks, monkeypatch):
     assert len(list(feeder)) == 8
 
 
+def test_workers_that_die_between_two_epochs_are_named_and_others_begin():
+    with Feeder(numbered(8, batch_size=2, num_workers=2, persistent_workers=True), "cpu") as feeder:
+        expected = values(feeder)
+        for worker in torch.multiprocessing.active_children():
+            worker.kill()
+            worker.join()
+        with pytest.raises(WorkerError, match=r"died: pid \d+ with exit code -9, pid \d+ with"):
+            iter(feeder)
+        assert values(feeder) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_first_item_is_the_datasets(workers):
+    class Ended(Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            raise EOFError("the shelf")
+
+    class Own(DataLoader):
+        def __iter__(self):
+            yield from super().__iter__()
+
+    for kind in (DataLoader, Own):
+        with pytest.raises(EOFError, match="the shelf"):
+            list(Feeder(kind(Ended(), num_workers=workers), "cpu"))
+
+
 SLOW_LOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

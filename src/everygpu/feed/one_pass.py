@@ -137,6 +137,7 @@ _POLL_S = 0.1
 """How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
+_IN_WORKER = "in DataLoader worker process"
 _MAIN = (
     "Workers that are started by spawn or forkserver run the script again: put what it does under "
     "if __name__ == '__main__': num_workers=0 shows other errors."
@@ -186,10 +187,12 @@ class Feed:
     def __init__(
         self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
     ) -> None:
-        _guard_forks(order.iterated)
+        has_workers = _guard_workers(order.iterated)
         try:
             iterator, self._position, dealing = order.begin()
         except (BrokenPipeError, EOFError) as error:  # of a worker that has ended before it had read what it is to do
+            if not has_workers or _IN_WORKER in str(error):
+                raise
             raise WorkerError(f"Feeder: a worker process has ended at its start. {_MAIN}") from error
         self._route, self._timeout_s, self._report = route, timeout_s, report
         self._lockstep = None if dealing is None else dealing.lockstep
@@ -372,7 +375,7 @@ class _Ahead:
         try:
             return next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:
-            if "in DataLoader worker process" in str(error):  # raised by the dataset
+            if _IN_WORKER in str(error):  # raised by the dataset
                 raise
             dead: list[Any] = []
             deadline = time.monotonic() + _DEATH_S
@@ -381,19 +384,7 @@ class _Ahead:
                 time.sleep(0.01)
             if not dead:
                 raise
-            if any(getattr(worker, "is_stuck", False) for worker in dead):
-                raise WorkerError(
-                    f"Feeder: a worker process hasn't come out of its fork in {len(child.STARTS_S)} tries. Pass "
-                    f'multiprocessing_context="forkserver" to the DataLoader, or num_workers=0.'
-                ) from error
-            ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
-            context = self._loader.multiprocessing_context or multiprocessing.get_context()
-            if context.get_start_method() != "fork" and all(worker.exitcode == 1 for worker in dead):
-                raise WorkerError(f"Feeder: a worker process of the loader has died: {ends}. {_MAIN}") from error
-            raise WorkerError(
-                f"Feeder: a worker process of the loader has died: {ends}. -9 is the kernel's out-of-memory killer: "
-                f"take fewer workers, or smaller items. -7 is a full /dev/shm. Else num_workers=0 shows the error."
-            ) from error
+            raise _death_of(dead, self._loader) from error
 
     def _let_go(self, *, kill: bool) -> None:
         """Let go of the iterator, and see its workers out, in the thread that used it; ``kill`` doesn't ask them."""
@@ -408,11 +399,31 @@ class _Ahead:
             self.kill_workers()
 
 
-def _guard_forks(loader: Any) -> None:
-    """Have a copy of a DataLoader start its workers so that none gets stuck, where they are forked."""
-    if is_data_loader(loader) and loader.num_workers:
-        context = loader.multiprocessing_context or multiprocessing.get_context()
-        loader.multiprocessing_context = child.guard_forks(context)
+def _guard_workers(loader: Any) -> bool:
+    """Have a copy of a DataLoader fork workers so that none gets stuck; raise if one has died since the last pass."""
+    if not (is_data_loader(loader) and loader.num_workers):
+        return False
+    loader.multiprocessing_context = child.guard_forks(loader.multiprocessing_context or multiprocessing.get_context())
+    if dead := [worker for worker in getattr(loader._iterator, "_workers", ()) if not worker.is_alive()]:
+        loader._iterator = None  # the next pass starts others
+        raise _death_of(dead, loader)
+    return True
+
+
+def _death_of(dead: Sequence[Any], loader: Any) -> WorkerError:
+    if any(getattr(worker, "is_stuck", False) for worker in dead):
+        return WorkerError(
+            f"Feeder: a worker process hasn't come out of its fork in {len(child.STARTS_S)} tries. Pass "
+            f'multiprocessing_context="forkserver" to the DataLoader, or num_workers=0.'
+        )
+    ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
+    method = (loader.multiprocessing_context or multiprocessing.get_context()).get_start_method()
+    if method != "fork" and all(worker.exitcode == 1 for worker in dead):
+        return WorkerError(f"Feeder: a worker process of the loader has died: {ends}. {_MAIN}")
+    return WorkerError(
+        f"Feeder: a worker process of the loader has died: {ends}. -9 is the kernel's out-of-memory killer: take fewer "
+        f"workers, or smaller items. -7 is a full /dev/shm. Else num_workers=0 shows the error."
+    )
 
 
 def _watch(iterator: Any, stop: threading.Event) -> None:
