@@ -443,6 +443,14 @@ def test_a_number_that_all_replicas_return_is_told_of_once(said, count, is_told)
     assert run(lambda x: (x, len(x)), 3)[1] == [2, 1]
 
 
+def test_flags_that_differ_are_told_of_once(said):
+    sys.modules["everygpu.parallel.gather"]._warn_of_flags.cache_clear()
+    for limit in (10, 1, 1):
+        _, found = run(lambda x: (x, bool((x < limit).any())), 4)  # noqa: B023 - called at once
+    assert found == [True, False]
+    assert [message[:31] for message in said.messages] == ["gather: out[1] is True in some "]
+
+
 def detections(x):
     """As many boxes in row i as i + 1."""
     return [{"boxes": torch.full((int(i) + 1, 4), float(i)), "id": int(i)} for i in x]

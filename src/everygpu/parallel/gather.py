@@ -253,6 +253,15 @@ def _warn_of_number(path: str) -> None:
     )  # fmt: skip
 
 
+@functools.cache
+def _warn_of_flags(path: str) -> None:
+    logger.warning(
+        "gather: %s is True in some replicas and False in others: a list of what each returned, which counts as true. "
+        "Take any() or all() of it, or return a tensor for each row. This is said once.",
+        path,
+    )  # fmt: skip
+
+
 def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
     """Join the replicas' outputs; see ``gather``."""
     if not outputs:
@@ -344,6 +353,8 @@ def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
         if len(values) > 1 and joiner.rows is not None and type(values[0]) in (int, float, complex):
             _warn_of_number(path)
         return values[0]
+    if type(values[0]) is bool:
+        _warn_of_flags(path)
     return values if joiner.rows is None or tree.find_tensor(values[0]) is None else ReplicaObjects(values, joiner.rows)
 
 
