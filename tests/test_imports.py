@@ -15,7 +15,7 @@ from tests.source import ROOT, tree_of
 
 LAYERS = [
     {"errors", "torch_private"},
-    {"tree", "units", "keys", "folders", "child", "named", "exit_codes", "progress"},
+    {"tree", "units", "keys", "folders", "child", "named", "exit_codes", "progress", "once"},
     {"ranks"},
     {"devices"},
     {"comm", "watchdog"},

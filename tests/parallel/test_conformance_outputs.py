@@ -387,6 +387,11 @@ class TestNoRows:
         (message,) = said.messages
         assert message.startswith("gather: out[1] has shape (4,) in each of 3 replicas, other than their rows on dim 0")
 
+    def test_a_last_batch_and_others_of_another_size_are_not_told_of_again(self, said):
+        for num_rows, num_experts in ((9, 4), (6, 4), (12, 5), (7, 4)):
+            run(lambda x, n=num_experts: (x, torch.ones(n)), num_rows, 3)
+        assert len(said.messages) == 1
+
     def test_the_state_of_an_lstm(self, said):
         model = DataParallel(nn.LSTM(8, 4, 2, batch_first=True), ["cpu"] * 3)
         out, (h, _) = model(torch.randn(12, 5, 8))

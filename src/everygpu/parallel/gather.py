@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
+from everygpu.once import Once
 from everygpu.parallel.call import Call
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.scatter.batch_types import (
@@ -233,7 +234,7 @@ def _check_layouts(tensors: list[Tensor], path: str) -> None:
             )
 
 
-@functools.cache
+@Once
 def _warn_of_no_rows(path: str, shape: tuple[int, ...], dim: int, num_replicas: int) -> None:
     logger.warning(
         "gather: %s has shape %s in each of %d replicas, other than their rows on dim %d: joined there all the same, "

@@ -79,3 +79,9 @@ def test_what_a_loader_gives_is_no_list_of_rows(said):
         DataParallel(nn.Bilinear(2, 3, 1), CPUS)(a, b)
     scatter((x, y), CPUS)
     assert said.messages == []
+
+
+def test_batches_of_other_sizes_are_not_told_of_again(said):
+    for num_rows in (4, 6, 3):
+        scatter((torch.ones(num_rows, 2), ["a"] * num_rows), CPUS)
+    assert len(said.messages) == 1

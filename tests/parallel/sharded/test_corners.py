@@ -90,11 +90,12 @@ def test_errors_name_the_shape_of_the_whole(mistake: Callable[[Tensor], Any]) ->
     assert str(ours.value) == str(plain.value)
 
 
-def test_memory_that_runs_out_on_one_device_is_not_asked_for_on_another() -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_on_a_part_is_not_asked_for_the_whole(kind: type[Exception]) -> None:
     def fail(x: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError
+        raise kind("CUDA error: device-side assert triggered")
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(kind, match="device-side assert"):
         call_on_parts(fail, [[ones(1)]], {})
 
 

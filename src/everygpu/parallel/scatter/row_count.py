@@ -1,6 +1,5 @@
 """How many rows a batch has, and what in it has them."""
 
-import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from everygpu import tree
 from everygpu.errors import SplitError
+from everygpu.once import Once
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch
 from everygpu.parallel.sharded.batch import ShardedBatch
 
@@ -183,7 +183,7 @@ def warn_of_lists(found: Arguments, num_rows: int, dim: int) -> None:
                 _warn_of_list(path, f"{what}, and goes whole to every replica")
 
 
-@functools.cache
+@Once
 def _warn_of_list(path: str, what: str) -> None:
     logger.warning(
         "scatter: %s is %s. Wrap it in everygpu.Rows(...) if each item is a row, in everygpu.Replicated(...) if "

@@ -129,10 +129,10 @@ def call_on_parts(func: Any, columns: Sequence[Sequence[Any]], kwargs: Kwargs) -
     """Call an operation once per part, with one entry of each column."""
     try:
         return [func(*operands, **kwargs) for operands in zip(*columns)]
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # not of these operands' shapes
         raise
-    except (RuntimeError, IndexError):
-        raise Declined from None  # The call on the joined tensor fails, too, with a message about its shape.
+    except (RuntimeError, IndexError) as error:
+        raise Declined from error  # The call on the joined tensor fails, too, with a message about its shape.
 
 
 # Results.
