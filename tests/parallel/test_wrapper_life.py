@@ -275,3 +275,26 @@ class TestFailures:
         background = Background()
         background.start(lambda: fail(self.x))
         check(background.wait)
+
+
+def test_a_parameter_that_is_replaced_is_let_go():
+    """On one device, which looks at it in every call; another in its place is moved there as the first was."""
+    net = nn.Linear(2, 2)
+    model = everygpu.DataParallel(net, ["cpu"])
+    model(torch.ones(1, 2))
+    before = weakref.ref(net.weight)
+    net.weight = nn.Parameter(torch.ones(2, 2))
+    assert before() is None
+    assert model(torch.ones(1, 2)).requires_grad
+    del net.weight, net.bias
+    net.forward = lambda x: x
+    assert model(torch.ones(1, 2)).sum() == 2
+
+
+@pytest.mark.gpu
+def test_a_parameter_in_place_of_another_is_moved():
+    net = nn.Linear(2, 2, bias=False).cuda()
+    model = everygpu.DataParallel(net, [0])
+    model(torch.ones(1, 2))
+    net.weight = nn.Parameter(torch.ones(2, 2))
+    assert model(torch.ones(1, 2)).device == torch.device("cuda", 0)

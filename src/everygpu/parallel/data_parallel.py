@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import itertools
 import logging
 import operator
 import weakref
@@ -211,7 +210,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._threads.runs_at_once = "replicate" in overrides
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
-        self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
+        self._first_parameter: Callable[[], Tensor | None] = lambda: None
 
     def _make_engine(self, overrides: Sequence[str]) -> Engine:
         me = weakref.proxy(self)  # or this would hold itself
@@ -367,7 +366,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         device = self.replica_devices[0]
         if self._ranks is not None:
             spread_seeds(self.replica_devices)
-        if any(p.device != device for p in self._first_parameter):
+        first = self._first_parameter()
+        if first is None and (first := next(self.module.parameters(), None)) is not None:  # of now: one may be replaced
+            self._first_parameter = weakref.ref(first)
+        if first is not None and first.device != device:
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)

@@ -1,5 +1,6 @@
 """Compiled replicas: the same results, Python included, and a way back to threads."""
 
+import contextlib
 import copy
 import logging
 
@@ -165,6 +166,21 @@ class TestWaysBack:
             x = torch.randn(rows, 4)
             torch.testing.assert_close(everygpu.gather(model(x)), bare(x))
         assert model.engine_in_use == "compile"
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_a_whole_graph_that_cant_be_is_an_error_as_on_one_device(self, count, caplog):
+        class Breaking(nn.Linear):
+            def forward(self, x):
+                torch._dynamo.graph_break()
+                return super().forward(x)
+
+        x = torch.ones(4, 4)
+        for fullgraph in (False, True):
+            net = torch.compile(Breaking(4, 2), fullgraph=fullgraph, backend="eager")
+            model = everygpu.DataParallel(net, ["cpu"] * count)
+            with pytest.raises(torch._dynamo.exc.Unsupported) if fullgraph else contextlib.nullcontext():
+                model(x)
+        assert "eagerly" not in caplog.text
 
     def test_compiler_that_fails_is_done_without(self, monkeypatch, caplog):
         def broken(graph, inputs):

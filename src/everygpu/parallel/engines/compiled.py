@@ -31,7 +31,7 @@ logger = logging.getLogger("everygpu")
 
 class CompiledReplicas(Engine):
     """Compiled counterparts of the replicas, made at their first call, with the options of a module that its user has
-    compiled. Where compiling fails, workers run them.
+    compiled. Where compiling fails, workers run them; with ``fullgraph=True`` it is an error.
 
     CUDA graphs are not torch's here, which has one for each replica: a recording has one of all.
     """
@@ -40,6 +40,7 @@ class CompiledReplicas(Engine):
 
     def __init__(self, module: nn.Module, workers: Workers) -> None:
         self._compile, self._once = _compiler_of(module)
+        self._must = compiled_original(module) is not None and module.dynamo_ctx.fullgraph  # type: ignore[union-attr]
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._given_up = False
@@ -60,7 +61,7 @@ class CompiledReplicas(Engine):
                 outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
                 if outcomes[-1][1] is not None:
                     break
-        if _is_compilers(outcomes[-1][1]):
+        if not self._must and _is_compilers(outcomes[-1][1]):
             self._give_up(f"compiling failed: {outcomes[-1][1]}")
             return self._workers.run(calls, devices, positions)
         return take_values(outcomes, list(zip(names, devices, calls)))
