@@ -175,7 +175,8 @@ class TestWaysBack:
                 return super().forward(x)
 
         x = torch.ones(4, 4)
-        for fullgraph in (False, True):
+        for fullgraph in (True, False):
+            torch.compiler.reset()
             net = torch.compile(Breaking(4, 2), fullgraph=fullgraph, backend="eager")
             model = everygpu.DataParallel(net, ["cpu"] * count)
             with pytest.raises(torch._dynamo.exc.Unsupported) if fullgraph else contextlib.nullcontext():
