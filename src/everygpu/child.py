@@ -62,7 +62,7 @@ def _quotas(system: Path) -> Iterator[float]:
                     break
 
 
-STARTS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+STARTS_S = (1.0, 5.0, 20.0, 60.0)
 """How long a forked process may take to run its first line, at each try."""
 
 

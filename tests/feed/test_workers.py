@@ -268,4 +268,4 @@ def test_a_script_without_its_main_line_is_told_so(context, num, tmp_path):
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environ, timeout=120, check=False)
     *_, last = done.stderr.strip().splitlines()
     assert "WorkerError: Feeder: a worker process" in last
-    assert "run the script again: put what it does under if __name__ == '__main__':" in last
+    assert "run the script again: put what it does under `if __name__ == '__main__':`." in last

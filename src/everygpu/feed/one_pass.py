@@ -139,8 +139,8 @@ _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
 _IN_WORKER = "in DataLoader worker process"
 _MAIN = (
-    "Workers that are started by spawn or forkserver run the script again: put what it does under "
-    "if __name__ == '__main__': num_workers=0 shows other errors."
+    "Workers that are started by spawn or forkserver run the script again: put what it does under `if __name__ == "
+    "'__main__':`. num_workers=0 shows other errors."
 )
 WARN_AFTER_STEPS, LIMIT_PCT = 100, 10.0
 """Waiting for more than this share of so many steps is worth a line in the log."""

@@ -98,7 +98,7 @@ def _check_ends(processes: list[Any], folder: str) -> None:
         if not path.exists() and process.exitcode in (0, 1):
             raise RankError(
                 f"Rank {rank} has ended before it began, with exit code {process.exitcode}: each process imports the "
-                f"script first, and its traceback is above. Call everygpu.launch under if __name__ == '__main__':"
+                f"script first, and its traceback is above. Call everygpu.launch under `if __name__ == '__main__':`."
             )
         if process.exitcode == 0 and not path.stat().st_size:
             raise RankError(
