@@ -251,7 +251,21 @@ def a_copy_that_was_never_in_training():
         loss.backward()
 
 
+def outputs_of_sixteen_bits():
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(1)
+        bare = nn.Linear(4, 4).float()
+        model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"])
+        x = draw(1025, 4).float()
+        with torch.autocast("cpu", dtype):
+            model(mine(x, [1024, 1])).float().square().mean().backward()
+            bare(x).float().square().mean().backward()
+        for p, q in zip(model.module.parameters(), bare.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=2e-3, atol=1e-3)
+
+
 CHECKS = (
+    outputs_of_sixteen_bits,
     a_backward_that_reaches_no_parameter_on_one_rank,
     a_micro_batch_that_is_given_up,
     two_forwards_before_a_backward_that_needs_a_buffer,

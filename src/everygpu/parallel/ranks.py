@@ -20,7 +20,7 @@ from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
 from everygpu.parallel.scatter.denominator import LabelCheck, denominator_of, note_denominator
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 from everygpu.ranks.group import Group, forward_of
-from everygpu.torch_private.core import foreach_copy_, is_transforming, unscale_
+from everygpu.torch_private.core import foreach_copy_, is_transforming
 
 logger = logging.getLogger("everygpu")
 
@@ -129,10 +129,8 @@ class WeightedForward:
 
     def _scale(self, grad: Tensor, factor: Tensor) -> Tensor:
         factor = comm.copy(factor, grad.device)
-        if grad.dtype in _HALF and grad.layout is torch.strided:
-            # In place, by a kernel that multiplies in float32: the factor isn't rounded.
-            scaled = grad.clone()
-            unscale_([scaled], factor.new_zeros((), dtype=torch.float32), factor.float())
+        if grad.dtype in _HALF and grad.layout is torch.strided:  # in one kernel, whose factor isn't rounded
+            scaled = torch.mul(grad, factor.float().view([1] * grad.ndim), out=torch.empty_like(grad))
         else:
             scaled = grad * factor.to(grad.real.dtype if grad.is_complex() else grad.dtype)
         return torch.where(self.factor() == 0, 0, scaled) if self._may_be_zero else scaled
