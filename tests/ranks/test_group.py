@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import RankError
-from everygpu.ranks.group import FirstBatch, join, leave
+from everygpu.ranks.group import FirstBatch, join
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 
@@ -95,14 +96,18 @@ def test_rank_0_stays_until_others_have_read_its_notes(tmp_path):
     assert run_ranks(read_late, size=2, folder=tmp_path) == [None, "yes"]
 
 
-def train_and_leave():
-    """Return the threads that are left, when the optimizer has loaded what loads late."""
+def train_and_end(group):
+    """Return the threads that are left at exit, when the optimizer has loaded what loads late."""
+    if group != "of everygpu":
+        dist.init_process_group("gloo")
     model = everygpu.DataParallel(nn.Linear(2, 3), ["cpu"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(torch.rand(4, 2)).sum().backward()
     optimizer.step()
     before = thread_names()
-    leave()
+    if group == "of the user, who ends it":
+        dist.destroy_process_group()
+    util._run_finalizers(0)  # as multiprocessing does at exit
     return before, thread_names()
 
 
@@ -111,8 +116,9 @@ def thread_names():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_no_thread_of_gloo_is_left_when_all_ranks_end(tmp_path):
-    for before, after in run_ranks(train_and_leave, size=2, folder=tmp_path):
+@pytest.mark.parametrize("group", ["of everygpu", "of the user", "of the user, who ends it"])
+def test_no_thread_of_gloo_is_left_when_all_ranks_end(tmp_path, group):
+    for before, after in run_ranks(train_and_end, group, size=2, folder=tmp_path):
         assert {name for name in before if "gloo" in name}
         assert not {name for name in after if "gloo" in name}
 

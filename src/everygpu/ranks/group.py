@@ -23,6 +23,10 @@ from everygpu.progress import running
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.torch_private.core import default_store
 
+if dist.is_available():
+    # Imported when there is a group, as by an optimizer's first step, it keeps that: a default of its functions.
+    import torch.distributed.nn.functional
+
 logger = logging.getLogger("everygpu")
 
 _MOST_VALUES = 4096
@@ -279,6 +283,7 @@ def join() -> Group | None:
         # A user's group may be NCCL's alone.
         control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
         joined.group, joined.world = Group(membership, control), world
+        Finalize(None, leave, exitpriority=0)  # a user's group, too, has threads that hold our tensors
         for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
             logger.removeFilter(old)
         logger.addFilter(OncePerRun(membership.rank))
@@ -306,9 +311,6 @@ def joined() -> Group | None:
 def _make_world(membership: Membership) -> None:
     """Make torch's process group from the environment, if there is none."""
     if not dist.is_initialized():
-        # Imported later, as by an optimizer's first step, it keeps the group for good, as a default of its functions.
-        import torch.distributed.nn.functional  # noqa: F401
-
         try:
             # Unlike init_method="env://", it gives each try of torchrun keys of its own, where the store is that of its
             # rendezvous: no addresses are left of processes before a restart.
@@ -346,9 +348,12 @@ class _Joined:
 
 
 def leave() -> None:
-    """End the process group that ``join`` has made, as NCCL asks for; after an error others may be gone."""
+    """End the process group that ranks have joined, as NCCL asks for; after an error others may be gone."""
+    joined = _Joined.of_this_process()
+    if not dist.is_initialized() and joined.group is not None:  # the user has ended it: now its last reference goes
+        joined.group.close()
+        joined.group = joined.world = None
     if dist.is_initialized() and not hasattr(sys, "last_value"):
-        joined = _Joined.of_this_process()
         # Gloo's threads take the interpreter's lock to let go of tensors: if that comes as the interpreter ends, they
         # abort the process. A rank that ends alone keeps them, as its connections are to end with it, not before:
         # else others would fail first, and be named.
