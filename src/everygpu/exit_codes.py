@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from everygpu.errors import CheckpointError, DeviceError, OptionError
 
@@ -31,7 +30,7 @@ MEANINGS = {
     STOPPED: "SIGTERM",
 }
 REASON_FILE = "EVERYGPU_REASON_FILE"
-"""Variable that names a file for the reason: a script may end with 5 or 6 of its own."""
+"""Variable that names a new file for the reason: a script may end with 5 or 6 of its own."""
 
 
 def code_of(error: Exception) -> int:
@@ -57,5 +56,8 @@ def exiting_at_sigterm() -> Iterator[None]:
 def tell_reason(reason: str) -> None:
     """Write why everygpu ends this process into the file that is asked for, if one is."""
     if path := os.environ.get(REASON_FILE):
-        with suppress(OSError):
-            Path(path).write_text(f"{reason}\n", encoding="utf-8")
+        with (
+            suppress(OSError),
+            open(path, "x", encoding="utf-8", errors="backslashreplace") as file,
+        ):  # never over another
+            file.write(f"{reason}\n")

@@ -78,5 +78,5 @@ def same_state(a: object, b: object) -> bool:
 
 
 def _bits(tensor: Tensor) -> list[int]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).tolist() if flat.numel() else []

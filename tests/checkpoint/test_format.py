@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
@@ -47,11 +49,62 @@ def test_safetensors_reads_every_dtype_and_the_digests_are_those_of_the_files(tm
         assert hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
 
 
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(CheckpointContentError, match="x is of torch.complex.*safetensors lacks"):
-        everygpu.save(tmp_path / "ckpt", x=torch.ones(2, dtype=dtype))
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointContentError, match="x is of torch.complex32, which safetensors lacks"):
+        everygpu.save(tmp_path / "ckpt", x=torch.ones(2, dtype=torch.complex32))
+
+
+def test_complex128_is_stored_as_pairs(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2, dtype=torch.complex128)
+    model.register_buffer("tied", model.weight.detach())
+    x = torch.randn(4, 5, dtype=torch.complex128)
+    extras = {"a": x, "b": x.t()[1:3], "c": x.conj(), "d": x[:0], "e": x[0, 0]}
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(1, 3, dtype=torch.complex128)).abs().sum().backward()
+    optimizer.step()
+    path = everygpu.save(tmp_path / "ckpt", model=model, optimizer=optimizer, **extras)
+    other = nn.Linear(3, 2, dtype=torch.complex128)
+    other.register_buffer("tied", other.weight.detach())
+    resumed = torch.optim.Adam(other.parameters())
+    assert same_state(everygpu.load(path, model=other, optimizer=resumed), extras)
+    assert same_state(dict(other.state_dict()), dict(model.state_dict()))
+    assert same_state(resumed.state_dict(), optimizer.state_dict())
+    assert load_file(path / "model.safetensors")["bias"].shape == (2, 2)
+    everygpu.load(path, model=other, verify=False)
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_tensors_of_any_strides_sizes_and_types_come_back(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    strides = data.draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
+    dtype = data.draw(st.sampled_from([*DTYPES, torch.complex128]))
+    offset = data.draw(st.integers(0, 3))
+    memory = random_bits(torch.uint8, (160 * dtype.itemsize,)).remainder(2).view(torch.uint8)
+    tensor = memory.view(dtype).as_strided(shape, strides, offset)
+    if dtype.is_complex and data.draw(st.booleans()):
+        tensor = tensor.conj()
+    if dtype == torch.float32 and data.draw(st.booleans()):
+        tensor = torch.complex(tensor, tensor).conj().imag  # a negative view
+    model = nn.Module()
+    model.register_buffer("x", tensor)
+    folder = tmp_path_factory.mktemp("any")
+    path = everygpu.save(folder / "ckpt", model=model, y=tensor)
+    assert torch.equal(_plain(everygpu.load(path)["y"]), _plain(tensor))
+    with everygpu.CheckpointManager(folder / "run", asynchronous=True, model=model) as run:
+        run.save(1)
+    for place in (path, folder / "run"):
+        target = nn.Module()
+        target.register_buffer("x", torch.zeros(shape, dtype=dtype))
+        everygpu.load(place, model=target)
+        assert torch.equal(_plain(target.x), _plain(tensor))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor.resolve_conj().resolve_neg()]).flatten().view(torch.uint8)
 
 
 def test_views_of_one_memory_come_back_apart_and_equal_ones_together(tmp_path: Path) -> None:

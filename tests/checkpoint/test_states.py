@@ -32,7 +32,7 @@ def stored(value: object) -> Any:
 
 def plan(target: object, part: Any, strict: bool = True) -> Callable[[], None]:
     planned = plan_parts(Contents(format="", parts={}, extras={"x": part}), {"x": target}, Fit(strict=strict))
-    return lambda: [restore() for restore in planned] and None
+    return lambda: [restore() for restore in planned.values()] and None
 
 
 def restore(target: object, source: object, strict: bool = True) -> None:

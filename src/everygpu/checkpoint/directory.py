@@ -59,7 +59,8 @@ def as_path(path: str | os.PathLike[str], caller: str) -> Path:
     """Turn what the caller was given into a path; ``~`` at its begin is the home, as a shell has it."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{caller}: {path!r} is no path. Pass a str or Path, for instance 'checkpoints/last'.")
+        shown = repr(path) if path is None or isinstance(path, str | bytes | int) else f"a {type(path).__name__}"
+        raise OptionError(f"{caller}: {shown} is no path. Pass a str or Path, for instance 'checkpoints/last'.")
     return Path(os.path.expanduser(text))
 
 
@@ -316,7 +317,8 @@ def _look(path: Path) -> Saved | None:
             return None
         run: Any = document["run"]
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
-        if type(run["serial"]) is int and run["serial"] >= 0 and all(map(math.isfinite, metrics.values())):
+        are_counts = all(type(number) is int and number >= 0 for number in (run["step"], run["serial"]))
+        if are_counts and all(map(math.isfinite, metrics.values())):
             return Saved(path=path, step=step, serial=run["serial"], metrics=metrics)
     except CheckpointError as error:
         problem = str(error)

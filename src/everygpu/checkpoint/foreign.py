@@ -6,6 +6,7 @@ Here it is unpickled with a list of the few classes that DCP writes; each readin
 nothing in the file reaches torch's.
 """
 
+import json
 import math
 import pickle
 import re
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.format import cut, damaged, opened, read_json, read_safetensors, require_there
+from everygpu.checkpoint.format import cut, damaged, is_utf8, opened, read_json, read_safetensors, require_there
 from everygpu.checkpoint.parts import Contents, sort_document
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError
 from everygpu.torch_private.core import unflatten
@@ -56,7 +57,10 @@ _FRAME = "Unsupported operand 149"
 def read_foreign(path: Path, section: str | None = None) -> Contents:
     """Read a file of torch.save or safetensors, shards with an index, or a directory with such files, or of DCP."""
     words, file, *_ = list_files(path)
-    return sort_document(_read(file, words), words, section)
+    try:
+        return sort_document(_read(file, words), words, section)
+    except RecursionError as cause:
+        raise damaged(path, "contains itself, or is nested hundreds deep") from cause
 
 
 def list_files(path: Path) -> tuple[Any, ...]:
@@ -123,14 +127,14 @@ def find_archive_fault(path: Path) -> str | None:
 
 def _read(path: Path, words: Format) -> Any:
     if words == "safetensors":
-        return read_safetensors(path)
+        return _with_aliases(path, read_safetensors(path))
     if words == "torch.save":
         return read_torch(path)
     if words == "torch.distributed.checkpoint":
         try:
             return read_dcp(path)
         except pickle.UnpicklingError as cause:
-            raise _explain(path, str(cause)) from cause
+            raise _explain(path, str(cause)) from None
     shards = _weight_map(path)
     contents = {}
     for shard in sorted(set(shards.values())):
@@ -142,6 +146,14 @@ def _read(path: Path, words: Format) -> Any:
         if not isinstance(contents[shard], dict) or not isinstance(contents[shard].get(name), Tensor):
             raise damaged(shard, f"lacks {cut(repr(name))}, which the index puts there")
     return {name: contents[shard][name] for name, shard in shards.items()}
+
+
+def _with_aliases(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add the names that ``safetensors.torch.save_model`` has in the header, of tensors stored under another name."""
+    with opened(path) as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    names = {k: n for k, n in header.get("__metadata__", {}).items() if k not in (*tensors, "format") and n in tensors}
+    return tensors | {alias: tensors[name] for alias, name in names.items()}
 
 
 def read_torch(path: Path) -> Any:
@@ -158,14 +170,14 @@ def read_torch(path: Path) -> Any:
             )
         # torch.load takes a name that ends so for another format; mapped, a compressed tensor would be what it packs.
         is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-        can_map = is_stored and path.suffix != ".safetensors"
+        can_map = is_stored and path.suffix != ".safetensors" and is_utf8(path)
     try:
         if can_map:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         with open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as cause:
-        raise _explain(path, str(cause)) from cause
+    except pickle.UnpicklingError as cause:  # which advises to load without the restriction
+        raise _explain(path, str(cause)) from None
     except Exception as cause:  # altered bytes come out of torch as errors of any type
         raise damaged(path, f"can't be read by torch.load ({_first_line(cause)})") from cause
 
@@ -202,7 +214,7 @@ def _explain(path: Path, message: str) -> CheckpointError:
     if wanted is not None:
         what = f"wants to run {wanted[1].rstrip('.')}"
         advice = (
-            "Nothing of it was run. Ask for a file with only a state_dict; if you know this name to be harmless, allow "
+            "Ask for a file with only a state_dict; if you know this name to be harmless, allow "
             "it with torch.serialization.add_safe_globals before loading."
         )
     return _refused(path, what, advice)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from everygpu.checkpoint.values import DTYPES, dtype_name
@@ -209,11 +209,16 @@ def read_tensors(directory: Path, document: Mapping[str, Any], stem: str) -> dic
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read one file of tensors, mapped into memory."""
-    with opened(path):
+    with opened(path) as file:
         try:
-            return load_file(path)
+            return load_file(path) if is_utf8(path) else load(file.read())
         except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as cause:
             raise damaged(path, f"is no valid safetensors file ({cause})") from cause
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether libraries in other languages than Python can open a path."""
+    return str(path).encode(errors="ignore").decode() == str(path)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -239,7 +244,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         try:
             for name in names:
                 plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-                piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                # Of one element, a contiguous tensor may have any stride.
+                flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+                piece = memoryview(flat.numpy())  # type: ignore[arg-type]
                 _join(hashing)  # no more than two copies at once: the next comes from its GPU while one is hashed
                 hashing = Thread(target=digest.update, args=[piece])
                 try:
@@ -302,9 +309,10 @@ def damaged(path: Path, what: str) -> CheckpointDamagedError:
 
 
 def cut(text: object) -> str:
-    """Print the beginning of what a file may have made long."""
+    """Print the beginning of what a file may have made long, without what a terminal or a log would obey."""
     text = str(text)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    shown = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text[:_MAX_SHOWN])
+    return shown if len(text) <= _MAX_SHOWN else f"{shown}…"
 
 
 def sync_path(path: Path) -> None:

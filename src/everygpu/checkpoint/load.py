@@ -1,6 +1,7 @@
 """Read a checkpoint, checked, and put it into the objects of a run."""
 
 import logging
+import operator
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from everygpu.checkpoint.format import (
 )
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.states import Fit, check_targets, detach, plan_parts
+from everygpu.checkpoint.states import LOAD_OPTIONS, Fit, check_targets, detach, plan_parts, restore_all
 from everygpu.checkpoint.values import decode
 from everygpu.errors import (
     CheckpointBusyError,
@@ -100,25 +101,27 @@ def load(
     """
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in known.items() if target is not None} | extras
-    check_targets(targets)
+    check_targets(targets, "load", LOAD_OPTIONS)
     fit = Fit(strict=strict, prefix=prefix, ignore_mismatched=ignore_mismatched)
     contents = read_any(as_path(path, "load"), verify=verify)
     if "model" in targets:
         contents.require_model(path)
     restores = plan_parts(contents, targets, fit)
+    last = []
     if rng and contents.rng is None:
         raise CheckpointMismatchError(
             f"load: {path} has no random states; only checkpoints of everygpu.save do. Leave out rng=True."
         )
     if rng:
-        restores.append(plan_rng_restore(contents.rng))
+        last.append(plan_rng_restore(contents.rng))
     rest = {name: part for name, part in contents.extras.items() if name not in targets}
     values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()})
-    if not restores and not values and contents.step is None:
+    if not restores and not last and not values and contents.step is None:
         raise OptionError(
             f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
         )
-    for restore in restores:
+    restore_all(targets, restores)
+    for restore in last:
         restore()
     return dict(values) if contents.step is None else {**values, "step": contents.step}
 
@@ -216,7 +219,7 @@ def read_native(directory: Path, verify: bool = False) -> Contents:
             extras={name: part for name, part in parts.items() if name not in KNOWN},
             libraries={str(name): str(number) for name, number in document.get("libraries", {}).items()},
             rng=decode(document["rng"], {}),
-            step=None if run is None else int(run["step"]),
+            step=None if run is None else operator.index(run["step"]),
         )
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as cause:
         what = f"has an unknown structure ({type(cause).__name__}: {cause})"
@@ -235,6 +238,7 @@ def decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
         if not all(isinstance(entry, dict) for entry in state["versions"].values()):
             raise TypeError("what is known of a version must be a dict")
     class_name, parameters = part.get("class"), part.get("parameters")
-    if not isinstance(class_name, str | None) or not isinstance(parameters, list | None):
+    names = [name for group in parameters or () for name in (group if isinstance(group, list) else [{}])]
+    if not all(isinstance(name, str | None) for name in (class_name, *names)):
         raise TypeError(f"class and parameters must be names, got {class_name!r} and {parameters!r}")
     return Part(kind=kind, state=state, class_name=class_name, parameters=parameters)

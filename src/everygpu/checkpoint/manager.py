@@ -121,7 +121,7 @@ class CheckpointManager:
         self.keep, self.every, self._best = keep, every, best
         self.asynchronous, self._is_clearing = asynchronous, overwrite
         self._objects = {name: value for name, value in objects.items() if value is not None}
-        check_targets(self._objects)
+        check_targets(self._objects, "CheckpointManager", ("keep", "every", "best", "asynchronous", "overwrite"))
         self._background = Background()
         self._num_calls = 0
         self._last_call: int | None = None

@@ -20,15 +20,12 @@ from everygpu.checkpoint.background import Background, Taken
 from everygpu.checkpoint.directory import as_path, must_be_writable, replacing, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, Files, files_of, write_document, write_tensors
 from everygpu.checkpoint.rng import take_rng_states
-from everygpu.checkpoint.states import check_parts, encode_parts, has_shards
+from everygpu.checkpoint.states import LOAD_OPTIONS, check_parts, encode_parts, has_shards
 from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
 from everygpu.ranks.group import Group, join, joined
 from everygpu.ranks.membership import is_main
-
-LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verify"})
-"""Names that `everygpu.load` takes for itself."""
 
 BEGIN_S = 600.0
 """How long other ranks wait for rank 0 to begin to write, as NCCL's collectives wait for a rank that is late."""
@@ -42,7 +39,7 @@ _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
 def save(
     path: str | os.PathLike[str],
-    *,
+    *others: Any,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -64,6 +61,7 @@ def save(
 
     Args:
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
+        *others: None: what is saved is passed by name.
         model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, tied
             tensors once.
         optimizer: Any object with state_dict and load_state_dict. Its state is kept by the names that its parameters
@@ -87,6 +85,10 @@ def save(
     Source:
         ``torch.save``, which writes a pickle over the old file; safetensors for the tensors.
     """
+    if others:
+        raise CheckpointContentError(
+            "save: What is saved has a name, and the path comes first: save(path, model=model)."
+        )
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts = {name: part for name, part in known.items() if part is not None} | extras
     if not parts:
@@ -187,7 +189,7 @@ def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = N
     is_step = run is not None  # of a run, whose manager has a lock
     with must_be_writable(path, "save"), replacing(resolve_target(path, is_step), is_locked=is_step) as directory:
         if (group := taken.group) is not None:
-            group.leave_note(f"{taken.key}: directory", str(directory))
+            group.leave_note(f"{taken.key}: directory", json.dumps(str(directory)))  # which may be no UTF-8
         digests = write_tensors(directory, _own_files(taken))
         if group is not None:
             for rank in range(1, group.size):
@@ -211,6 +213,7 @@ def _write_part(taken: Taken, group: Group) -> None:
     directory = group.find_first_note(f"{taken.key}: directory", taken.key)
     if directory is None:
         return
+    directory = json.loads(directory)
     note = f"{taken.key}: files of rank {group.rank}"
     try:
         if not Path(directory).is_dir():

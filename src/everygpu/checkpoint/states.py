@@ -11,8 +11,10 @@ inside, so that a user's own submodule called ``module`` keeps its name.
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy
@@ -26,7 +28,12 @@ from everygpu import keys
 from everygpu.checkpoint.format import MODEL, TRAINING, cut
 from everygpu.checkpoint.parts import EXTRA_STATE, KNOWN, Contents, Kind, Part, find_state
 from everygpu.checkpoint.values import Json, encode, identity
-from everygpu.errors import CheckpointContentError, CheckpointMismatchError
+from everygpu.errors import (
+    CheckpointContentError,
+    CheckpointError,
+    CheckpointForeignError,
+    CheckpointMismatchError,
+)
 from everygpu.keys import bare_key, match_names
 from everygpu.parallel.fully_sharded.shards import is_shard, part_like, take_parts
 from everygpu.torch_private.core import NormBase
@@ -44,6 +51,15 @@ _LATER = frozenset({"maximize", "foreach", "capturable", "differentiable", "fuse
 _BY_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 """Of an optimizer's state: tensors of the parameter's shape."""
 _MAX_LISTED = 20
+LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "verify"})
+"""Names that `everygpu.load` takes for itself."""
+_ADVICE = {
+    "map_location": "Leave it out: tensors go to where the objects have theirs.",
+    "weights_only": "Leave it out: nothing in a file is ever executed.",
+    "mmap": "Leave it out: files are mapped where they can be.",
+    "save_top_k": "Write best=('loss', 'min', 3), or keep=3 for the newest.",
+}
+"""For options of torch and Lightning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +85,13 @@ def kind_of(value: object) -> Kind:
 
 
 def check_parts(parts: Mapping[str, object], function: str) -> None:
-    """Refuse a model, an optimizer or a scheduler that is nothing of the kind."""
+    """Refuse a model, an optimizer or a scheduler that is nothing of the kind, or under a misspelt name."""
+    for name in parts.keys() - {*KNOWN}:
+        near = get_close_matches(name, KNOWN, n=1, cutoff=0.8)
+        if near and near[0] not in name and kind_of(parts[name]) != "plain":
+            raise CheckpointContentError(
+                f"{function}: {name} is a {type(parts[name]).__qualname__}. Did you mean {near[0]}=?"
+            )
     for name in parts.keys() & {*KNOWN}:
         kind, what = ("module", "a torch.nn.Module")
         if name != "model":
@@ -81,14 +103,16 @@ def check_parts(parts: Mapping[str, object], function: str) -> None:
             )
 
 
-def check_targets(targets: Mapping[str, object]) -> None:
-    """Refuse what can't be restored in place."""
-    check_parts(targets, "load")
+def check_targets(targets: Mapping[str, object], function: str, options: Collection[str]) -> None:
+    """Refuse what can't be restored in place, as options of others, or misspelt ones, can't."""
+    check_parts(targets, function)
     for name, target in targets.items():
         if kind_of(target) == "plain":
+            near = get_close_matches(name, options, n=1)
+            otherwise = f"Did you mean {near[0]}=?" if near else "Leave it out and read it from load's result."
             raise CheckpointContentError(
-                f"load: {name} must be an object to restore in place, got {type(target).__qualname__}. "
-                f"Leave it out and read it from load's result."
+                f"{function}: {name} must be an object to restore in place, got {type(target).__qualname__}. "
+                f"{_ADVICE.get(name, otherwise)}"
             )
 
 
@@ -125,23 +149,26 @@ def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Te
     return encoded
 
 
-def plan_parts(contents: Contents, targets: Mapping[str, Any], fit: Fit) -> list[Restore]:
-    """Check that a checkpoint fits its targets; return what puts it into them, in this order."""
+def plan_parts(contents: Contents, targets: Mapping[str, Any], fit: Fit) -> dict[str, Restore]:
+    """Check that a checkpoint fits its targets; return what puts it into each, in this order."""
     modules = {name: target for name, target in targets.items() if kind_of(target) == "module"}
-    restores: list[Restore] = []
+    restores: dict[str, Restore] = {}
     own_names: dict[str, str] = {}
     for name, target in modules.items():
         model, state = unwrap(target), _require_part(contents, name, target).state
         restore, pairs = _plan_module(model, name, state, fit if name == "model" else Fit(strict=fit.strict))
-        restores.append(restore)
+        restores = {name: restore, **restores}
         own_names |= {_qualified(name, there): _qualified(name, here) for there, here in pairs.items()}
     parameters = _parameters(targets)
     named = {there: parameters[here] for there, here in own_names.items() if here in parameters}
     # What is checked least is restored first, the model last.
     rest = [name for name in targets if name not in modules]
     rest.sort(key=lambda name: name in KNOWN)
-    planned = [_plan(name, targets[name], _require_part(contents, name, targets[name]), named) for name in rest]
-    return planned + restores[::-1]
+    planned = {}
+    for name in rest:
+        with _explained(name, targets[name]):
+            planned[name] = _plan(name, targets[name], _require_part(contents, name, targets[name]), named)
+    return planned | restores
 
 
 def detach(value: Any) -> Any:
@@ -155,7 +182,46 @@ def detach(value: Any) -> Any:
             copies[id(leaf)] = leaf.clone() if isinstance(leaf, Tensor) else leaf.copy()
         return copies[id(leaf)]
 
-    return map_leaves(copy, value)
+    try:
+        return map_leaves(copy, value)
+    except RecursionError as cause:
+        raise CheckpointForeignError(
+            f"load: A {type(value).__name__} in the file contains itself, or is nested too deep. Nothing was loaded."
+        ) from cause
+
+
+@contextmanager
+def _explained(name: str, target: object) -> Iterator[None]:
+    """Name what is saved where torch's own objects can't take it; what a user's object raises is the user's."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
+        if isinstance(cause, CheckpointError) or (class_name(target) is None and kind_of(target) != "generator"):
+            raise
+        raise CheckpointMismatchError(
+            f"load: {name} can't take the saved state ({type(cause).__name__}: {cut(cause)}). Nothing was loaded; "
+            f"leave {name} out."
+        ) from cause
+
+
+def restore_all(targets: Mapping[str, Any], restores: Mapping[str, Restore]) -> None:
+    """Change all targets; where the ``load_state_dict`` of one raises, put those back that are no modules."""
+    before: dict[str, Restore] = {}
+    try:
+        for name, restore in restores.items():
+            target, kind = targets[name], kind_of(targets[name])
+            if kind == "generator":
+                before[name] = partial(target.set_state, target.get_state())
+            elif kind == "state_dict":  # torch's own replace their state, and need no copy of it
+                state = target.state_dict() if class_name(target) else detach(target.state_dict())
+                before[name] = partial(target.load_state_dict, state)
+            with _explained(name, target):
+                restore()
+    except BaseException:
+        for put_back in before.values():
+            with suppress(Exception):
+                put_back()
+        raise
 
 
 def _require_part(contents: Contents, name: str, target: object) -> Part:
@@ -164,7 +230,11 @@ def _require_part(contents: Contents, name: str, target: object) -> Part:
     if name not in place:
         near = get_close_matches(name, place, n=1)
         hint = f"Did you mean {near[0]}?" if near else "Leave it out, or save it too."
-        raise CheckpointMismatchError(f"load: The checkpoint has no part named {name}. Nothing was loaded. {hint}")
+        sizes = {n: f" (a list of {len(p.state)})" if type(p.state) is list else "" for n, p in contents.extras.items()}
+        known = ", ".join(cut(n) + sizes.get(n, "") for n in (*contents.parts, *contents.extras)) or "nothing"
+        raise CheckpointMismatchError(
+            f"load: The checkpoint has no part named {name}. Nothing was loaded. {hint} It has {known}."
+        )
     part, kind = place[name], kind_of(target)
     if part.kind is None and kind == "module":
         part = find_state(part.state) or part
@@ -216,8 +286,8 @@ def find_prefix(names: Iterable[str], expected: Collection[str]) -> str:
     first, *others = sorted(prefix for prefix, count in fits.items() if count == best)
     if others:
         raise CheckpointMismatchError(
-            f"load: The model's names stand under more than one prefix: {', '.join([first, *others])}, with {best} "
-            f"names each. Choose one prefix, for instance prefix={first!r}."
+            f"load: The model's names stand under more than one prefix: {cut(', '.join([first, *others]))}, with "
+            f"{best} names each. Choose one prefix, for instance prefix={first!r}."
         )
     return first
 
@@ -235,7 +305,7 @@ def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str
         new = new_name(name)
         if not new or new in renamed:
             raise CheckpointMismatchError(
-                f"load: {name} would become {new!r} without its prefix, "
+                f"load: {cut(name)} would become {new!r} without its prefix, "
                 f"which {'another has' if new else 'is no name'}. Choose another prefix."
             )
         renamed[new] = value
@@ -277,7 +347,7 @@ def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Res
     if values and not chosen:
         raise CheckpointMismatchError(
             f"load: No name in the checkpoint begins with the prefix {fit.prefix!r}; they are "
-            f"{', '.join(list(values)[:3])}, … Pass what stands before the names of the part to load."
+            f"{cut(', '.join(list(values)[:3]))}, … Pass what stands before the names of the part to load."
         )
     prefix = fit.prefix or find_prefix(chosen, own)
     strip = (lambda name: name.removeprefix(prefix)) if fit.prefix else (lambda name: strip_prefix(name, prefix))
@@ -370,7 +440,8 @@ def _check_fit(
 
 def _listed(title: str, lines: list[str]) -> str:
     more = [f"… and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
-    return "".join(f"\n  {line}" for line in [f"{title} ({len(lines)}):", *lines[:_MAX_LISTED], *more]) if lines else ""
+    shown = [f"{title} ({len(lines)}):", *map(cut, lines[:_MAX_LISTED]), *more]
+    return "".join(f"\n  {line}" for line in shown) if lines else ""
 
 
 # Optimizers, schedulers, generators.

@@ -6,6 +6,7 @@ begins with ``$``; a dict of the user's with such a key, or one that is no strin
 
 import base64
 import math
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -78,9 +79,9 @@ def identity(tensor: Tensor) -> object:
 def check_storable(tensor: Tensor, name: str) -> None:
     """Refuse tensors whose elements are not plain memory, or of a dtype that safetensors lacks."""
     tensor = local_part(tensor)
-    shown = name.encode(errors="backslashreplace").decode()
+    shown = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in name)
     problem = None
-    if shown != name or name == "__metadata__":  # half of a surrogate pair
+    if name.encode(errors="ignore").decode() != name or name == "__metadata__":  # half of a surrogate pair
         problem = "has a name that safetensors can't write"
     elif is_lazy(tensor):
         problem = "was not made yet by its lazy module"
@@ -105,7 +106,11 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _encode(value: object, path: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
     if isinstance(value, Tensor):
-        return {"$tensor": _put_aside(unless_alone(value), path, tensors, names)}
+        value = unless_alone(value)
+        if value.dtype == torch.complex128 and value.layout == torch.strided and not is_shard(value):
+            pairs = torch.view_as_real(value.detach().resolve_conj().resolve_neg())
+            return {"$complex128": _put_aside(pairs, path, tensors, names)}
+        return {"$tensor": _put_aside(value, path, tensors, names)}
     if isinstance(value, dict):
         items = {key: _encode(item, _join(path, key), tensors, names) for key, item in value.items()}
         tag = next((tag for tag, kind in _DICTS.items() if isinstance(value, kind)), None)
@@ -174,10 +179,11 @@ def _is_json(value: object) -> bool:
 
 
 def _unstorable(value: object, path: str) -> CheckpointContentError:
+    advice = f" Pass vars({path.rpartition('.')[2]})." if isinstance(value, Namespace) else ""
     return CheckpointContentError(
-        f"save: {path} is a {type(value).__qualname__}, which JSON and safetensors can't hold. A checkpoint holds "
-        f"None, bool, int, float, complex, str, bytes, tensors, NumPy arrays and scalars, in list, tuple and dict; "
-        f"at the top also objects with state_dict and load_state_dict, and torch.Generator."
+        f"save: {path} is a {type(value).__qualname__}, which JSON and safetensors can't hold.{advice} A checkpoint "
+        f"holds None, bool, int, float, complex, str, bytes, tensors, NumPy arrays and scalars, in list, tuple and "
+        f"dict; at the top also objects with state_dict and load_state_dict, and torch.Generator."
     )
 
 
@@ -194,6 +200,7 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "$array": lambda content, tensors: tensors[content].cpu().numpy(),
     "$bytes": lambda content, _: base64.b64decode(content, validate=True),
     "$complex": lambda content, tensors: complex(decode(content[0], tensors), decode(content[1], tensors)),
+    "$complex128": lambda content, tensors: torch.view_as_complex(tensors[content]),
     "$dict": _pairs(dict),
     "$float": lambda content, _: float(content),
     "$tensor": lambda content, tensors: tensors[content],
