@@ -155,8 +155,8 @@ class Feeder:
         with a ``state_dict`` of its own is put there; everything else is read again up to the position.
 
         Raises:
-            CheckpointMismatchError: ``state`` is no position, or in the middle of a pass over other data, or in another
-                order; nothing has changed then.
+            CheckpointMismatchError: ``state`` is no position, or in the middle of a pass over other data, in another
+                order or in other parts for ranks; nothing has changed then.
         """
         self._order.load_state_dict(state)
 
