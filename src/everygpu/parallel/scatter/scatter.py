@@ -157,25 +157,24 @@ class _Cutter:
     def _cut_rows(self, x: Any, rows: tuple[int, ...], wanted: Sequence[int]) -> Sequence[Any]:
         """Cut a tensor or array into parts of so many rows, and return those that are wanted."""
         if not isinstance(x, Tensor):
-            parts = spans(rows)
-            return [x[(slice(None),) * (self.dim % x.ndim) + (parts[i],)] for i in wanted]
+            places = spans(rows)
+            return [x[(slice(None),) * (self.dim % x.ndim) + (places[i],)] for i in wanted]
         if isinstance(x, ShardedBatch):
             devices = self.devices if len(wanted) == len(rows) else self.all_devices
             if self._fits(x, devices, rows):
                 shards = self._reuse(x)
                 return [shards[i] for i in wanted]
+        is_there = x.device == self.devices[0]
         with keep_requires_grad(x):
             x = comm.as_plain(x)
-            shares = cut_rows(x, rows, self.dim)
-        shares = shares if len(wanted) == len(rows) else [shares[i] for i in wanted]
-        is_plain = x.layout is torch.strided and not x.requires_grad
-        if is_plain and x.device.type == "cpu" and self.devices[0].type == "cuda":
-            return _upload(shares, self.devices)
-        # Each its own memory: views of one tensor would share its version counter and history.
-        is_there = x.device == self.devices[0] and len(wanted) == len(rows) > 1
-        with keep_requires_grad(x):
-            shares = [comm.copy(part, d, fresh=len(rows) > 1) for part, d in zip(shares, self.devices)]
-        if is_there and not isinstance(x, ShardedBatch) and x.layout is torch.strided:
+            parts = cut_rows(x, rows, self.dim)
+            parts = parts if len(wanted) == len(rows) else [parts[i] for i in wanted]
+            is_upload = not is_there and x.device.type == "cpu" and self.devices[0].type == "cuda"
+            if is_upload and x.layout is torch.strided and not x.requires_grad:
+                return _upload(parts, self.devices)
+            # Each its own memory: views of one tensor would share its version counter and history.
+            shares = [comm.copy(part, d, fresh=len(rows) > 1) for part, d in zip(parts, self.devices)]
+        if is_there and len(wanted) == len(rows) > 1 and x.layout is torch.strided and not isinstance(x, ShardedBatch):
             self.lent.append(Lent(x, shares, self.dim))
         return shares
 
