@@ -337,6 +337,16 @@ def test_a_loss_of_a_single_row_is_no_row(name):
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+def test_what_was_ignored_in_training_is_looked_for_in_evaluation(said):
+    ids, labels = batch_of()
+    model = everygpu.DataParallel(Model(lambda m, z, y: m.criterion(*flat(z, y))).double(), ["cpu"] * 2)
+    model(ids, padded(labels)).mean().backward()
+    assert not said.records
+    with torch.no_grad():
+        model(ids, padded(labels)).mean()
+    assert "taken by rows" in said.text
+
+
 def loss_for_causal_lm(logits, labels):
     return F.cross_entropy(*shifted(logits.float(), labels))
 

@@ -178,6 +178,8 @@ class BatchWeights:
             here, self._is_seen = seen.to(self._home, self._share.dtype), True
         elif not is_known and self._check.is_due():
             self._check.look([batch], [[loss]])()
+        if not torch.is_grad_enabled():  # an evaluation
+            return
         is_first = self._unit is None
         if is_first:
             self._unit = self._find_unit(here)

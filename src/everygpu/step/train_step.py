@@ -238,6 +238,8 @@ class TrainStep:
                 if self._capture is None or not self._capture.forget():
                     raise
                 loss, output = self._compute(batch)
+            if self._ranks is not None:
+                self._weights.see(batch, loss)
             return Evaluation(self._weights.mean(loss)[0], output)
 
     def refresh(self) -> None:

@@ -81,6 +81,8 @@ def weigh_results(call: Call, results: Sequence[Tensor], home: torch.device) -> 
     counted = list(map(denominator_of, results))
     weights: DeviceWeights | RowWeights
     if all(x is not None for x in counted):
+        if call.label_check is not None:
+            call.label_check.note(results)
         weights = _on_device([x for x in counted if x is not None], home, call.weights)
     else:
         weights = RowWeights(call.weights)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -116,6 +116,8 @@ class LabelCheck:
         self._caller = caller
         self._num_calls = 0
         self._is_over = False
+        self._ignored = {IGNORED}
+        """What losses were seen to ignore: without gradients none can be seen."""
 
     def is_due(self) -> bool:
         """Count a batch, and tell whether to look at it: nothing can be read while a CUDA graph is recorded."""
@@ -131,10 +133,18 @@ class LabelCheck:
 
         ``results`` were computed of each. Of a single share, without ``rows``, all labels must count.
         """
-        kept = [[n / (r or size) for n, size in _count_in(*each)] for *each, r in zip(shares, results, rows or [0])]
+        ignored = {IGNORED} if torch.is_grad_enabled() else self._ignored
+        kept = [
+            [n / (num_rows or size) for n, size in _count_in(share, outputs, ignored)]
+            for share, outputs, num_rows in zip(shares, results, rows or [0])
+        ]
         columns = [torch.stack([comm.copy(x, column[0].device) for x in column]) for column in zip(*kept)]
         differ = [(x != (x[0] if rows else 1)).any() for x in columns]
         return lambda: self._warn("labels that the loss may leave out are spread unevenly over the batch", differ)
+
+    def note(self, results: Sequence[Tensor]) -> None:
+        """Note what losses ignore."""
+        self._ignored.update(loss.ignore_index for x in results for loss in _losses_behind(x.grad_fn))
 
     def warn_of_mixed(self, differ: Tensor) -> None:
         """Warn of a mean of sums of losses, where these are means of different numbers of labels and rows."""
@@ -155,10 +165,10 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _count_in(share: Any, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+def _count_in(share: Any, outputs: Sequence[Tensor], ignored: Iterable[int]) -> Iterator[tuple[Tensor, int]]:
     """Yield what counts of a share's labels, and of those that losses were computed of, and how many each are."""
     leaves = [x for _, x in tree.leaves(share, "")]
-    found = [(x, IGNORED, None) for x in leaves if are_classes(x) and x.dtype in _SIGNED]
+    found = [(x, i, None) for x in leaves if are_classes(x) and x.dtype in _SIGNED for i in sorted(ignored)]
     losses = [loss for x in outputs for loss in _losses_behind(x.grad_fn)]
     for target, ignore_index, classes in found + [(x.target, x.ignore_index, x.weight) for x in losses]:
         if target.numel():
