@@ -96,3 +96,31 @@ def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None
 
     used = recording(2)
     compare(train(make, used, "graphs"), train(make, used, "threads"))
+
+
+def test_an_optimizer_of_what_is_frozen_in_the_forward(recording: Devices) -> None:
+    """As a discriminator in a generator's step: torch counts no write of a fused optimizer's."""
+
+    def train_both(engine: str) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(recording(2)[0])
+        net[1].requires_grad_(False)
+        model = everygpu.DataParallel(net, recording(2), engine=engine)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=True) for m in net]
+        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(recording(2)[0])
+        losses = []
+        for _ in range(NUM_STEPS + 2):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            for p in net[1].parameters():
+                p.grad = torch.ones_like(p)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            losses.append(loss.detach().cpu())
+        return model, losses
+
+    ours = train_both("graphs")
+    compare(ours, train_both("threads"))
+    assert ours[0].engine_in_use == "graphs"

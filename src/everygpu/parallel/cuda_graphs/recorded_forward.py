@@ -348,6 +348,11 @@ class RecordedForward(Recordable[PerReplica]):
     def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
 
+    def begin(self, recorded: RecordedPass) -> bool:
+        if self._replicas is not None:
+            self._replicas.send_forgotten()  # an optimizer may have stepped what is frozen here
+        return True
+
     def finish(self, recorded: RecordedPass) -> PerReplica:
         launch = Launch(recorded, self.refuse)
         self._use = weakref.ref(launch.use)
