@@ -240,7 +240,53 @@ def bf16_with_masters_in_fp32():
     return {p.grad.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
+class Gated(nn.Linear):
+    """Backward needs a buffer."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("gate", torch.linspace(0, 1, 4))
+
+    def forward(self, x):
+        return (super().forward(x) * self.gate).tanh()
+
+
+def two_forwards_before_a_backward():
+    for level in ("parameters", "gradients", "optimizer"):
+        torch.manual_seed(1)
+        bare = nn.Sequential(Gated(), Gated())
+        model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"], shard=level, wrap=[Gated])
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        mine = x.split([5, 3])[join().rank]
+        (model(mine).square().mean() + model(-2 * mine).mean()).backward()
+        (bare(x).square().mean() + bare(-2 * x).mean()).backward()
+        for p, q in zip(model.parameters(), bare.parameters()):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    return True
+
+
+def parameters_that_come_later():
+    for level in ("parameters", "gradients", "optimizer"):
+        for change in (
+            lambda net: net.append(nn.Linear(4, 4)),
+            lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(4, 4))),
+            lambda net: net[0].register_parameter("adapter", nn.Parameter(torch.ones(4))),
+        ):
+            model = everygpu.DataParallel(nn.Sequential(Gated(), Gated()), ["cpu"], shard=level, wrap=[Gated])
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+                model(torch.ones(2, 4))
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+            change(model.module)
+            with pytest.raises(CallError, match=r"parameter \S+ came after the model was sharded"):
+                model(torch.ones(2, 4))
+    return True
+
+
 CHECKS = (
+    two_forwards_before_a_backward,
+    parameters_that_come_later,
     an_optimizer_of_before,
     values_of_rank_0,
     models_that_cannot_be_shared,
