@@ -144,7 +144,7 @@ def test_mps_has_an_index(machine, device_ids):
     assert parse_devices(device_ids) == [torch.device("mps", 0)]
     with pytest.raises(DeviceError, match=r"No device 'mps:1': mps has 1 here. Use 0,"):
         parse_devices("mps:1")
-    with pytest.raises(DeviceError, match="No CUDA for 0"):
+    with pytest.raises(DeviceError, match="No CUDA for the device 0"):
         parse_devices([0])
 
 

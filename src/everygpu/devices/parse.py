@@ -50,7 +50,7 @@ def parse_device(device: DeviceLike) -> torch.device:
         raise DeviceError(f"Tensors on {device!r} have no values to train. This machine has {_inventory()}.")
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise DeviceError(f"No CUDA for {device!r}. {_why_no_cuda()} This machine has {_inventory()}.")
+            raise DeviceError(f"No CUDA for the device {device!r}. {_why_no_cuda()} This machine has {_inventory()}.")
         count = torch.cuda.device_count()
     else:
         if (accelerator := _accelerator()) is None or accelerator.type != kind:

@@ -1,5 +1,6 @@
 """A step's arguments, the loss among what model and loss return, and how much each batch counts in an update."""
 
+import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from everygpu import comm, tree
-from everygpu.errors import LossError
+from everygpu.errors import CallError, LossError
 from everygpu.parallel.cuda_graphs.guards import values_of
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.data_parallel import DataParallel
@@ -29,6 +30,17 @@ def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, w
     if isinstance(inputs, (dict, UserDict)) and not more:  # Hugging Face's collators return a UserDict
         return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
     return (inputs, *more), kwargs, left
+
+
+def check_call(module: nn.Module, batch: Batch, error: TypeError) -> None:
+    """Say how a step is called where its only argument is a tuple that the model's forward doesn't take."""
+    try:
+        inspect.signature(module.forward).bind(*batch[0], **batch[1])
+    except TypeError:
+        raise CallError(
+            f"TrainStep: a tuple holds the model's arguments, and {type(module).__name__}.forward doesn't take "
+            f"{len(batch[0])}. Write step(x, y) for a batch (x, y)."
+        ) from error
 
 
 def roots_of(model: DataParallel, loss: Any) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.errors import CopyError
+from everygpu.errors import CopyError, LossError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
@@ -19,7 +19,16 @@ from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, Kept, keep_statistics, put_back_unless_finite
-from everygpu.step.loss import BatchWeights, as_batch, as_number, at_device, loss_in, refusing_partial_grads, roots_of
+from everygpu.step.loss import (
+    BatchWeights,
+    as_batch,
+    as_number,
+    at_device,
+    check_call,
+    loss_in,
+    refusing_partial_grads,
+    roots_of,
+)
 from everygpu.step.options import (
     PRECISIONS,
     autocast,
@@ -205,8 +214,10 @@ class TrainStep:
                 if self._num_batches == self.accumulate:
                     self.flush()
             self._finite_check.look()
-        except BaseException:
+        except BaseException as error:
             self._num_batches = 0
+            if isinstance(error, TypeError) and not targets and isinstance(inputs, tuple) and self.loss is not None:
+                check_call(self.model.module, batch, error)
             raise
         return loss
 
@@ -318,6 +329,11 @@ class TrainStep:
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
+                if not loss.requires_grad:
+                    raise LossError(
+                        "TrainStep: the loss takes no gradient: all parameters that it needs are frozen, or forward "
+                        "runs under no_grad. Call model.requires_grad_(True), at least on some layers."
+                    )
                 self._weights.see(batch, loss)
                 if before:
                     put_back_unless_finite(before, self._weights.leave_out_empty(loss))
@@ -340,6 +356,8 @@ class TrainStep:
             if self.loss is None:
                 return as_number(loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._strategy.leaves):
+                if output is None:
+                    raise LossError("TrainStep: the model returned None. Return its output at the end of forward.")
                 return as_number(self.loss(output, *at_device(targets, self.model.output_device_obj))), output
 
     def _update(self, factor: float | Tensor, losses: Tensor | None) -> None:

@@ -79,8 +79,9 @@ def count_rows(leaves: Named, dim: int, num_devices: int) -> int | None:
                 shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
                 raise SplitError(
                     f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
-                    f"{first_path} and {rows} in {path}{shape}. Wrap an input that every replica needs whole in "
-                    f"everygpu.Replicated(...).{_advise((path, leaf, num_rows), (first_path, first, rows))}"
+                    f"{first_path} and {rows} in {path}{shape}.{_advise_on_lists(path, first_path)} Wrap an input that "
+                    f"every replica needs whole in everygpu.Replicated(...)."
+                    f"{_advise((path, leaf, num_rows), (first_path, first, rows))}"
                     f"{_advise_on_stacks((path, leaf), (first_path, first), num_devices=num_devices, dim=dim)}"
                 )
     return sized[0][2] if sized else None
@@ -134,10 +135,14 @@ def _is_entry_per_device(leaf: Any, num_devices: int, dim: int) -> bool:
     return bool((leaf == (first.round() if is_float else first)).all())
 
 
+def _advise_on_lists(*paths: str) -> str:
+    in_list = any(re.search(r"\[\d+\]", re.sub(r"^(args|batch)\[", "", path)) for path in paths)
+    return " A list whose items are each a row goes into everygpu.Rows(...)." if in_list else ""
+
+
 def _advise(*found: tuple[str, Any, Any]) -> str:
     """Say what else to do with two leaves that disagree, each beside the other's rows."""
-    in_list = re.search(r"\[\d+\]", re.sub(r"^(args|batch)\[", "", found[0][0]))
-    advice = " A list whose items are each a row goes into everygpu.Rows(...)." if in_list else ""
+    advice = ""
     if all(isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point() for _, x, _ in found):
         advice += (
             " For nn.EmbeddingBag, pass everygpu.Rows with a tensor for each bag in place of offsets, or bags of one "

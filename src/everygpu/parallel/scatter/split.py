@@ -1,8 +1,10 @@
 """The split plan: rows of the batch per replica."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -119,9 +121,11 @@ def _check_weights(split: Any, num_devices: int, names: str) -> Sequence[float]:
         weights = []
     finite = all(0 <= w < float("inf") for w in weights)
     if len(weights) != num_devices or not finite or weights[0] == 0:
+        near = get_close_matches(split, re.findall(r"'(\w+)'", names), n=1) if isinstance(split, str) else []
         raise OptionError(
             f"split: must be {names} or one weight of 0 or more for each of the {num_devices} devices, the first above "
-            f"0, as the first replica is the module itself; got {split!r}. Leave a device out by device_ids."
+            f"0, as the first replica is the module itself; got {split!r}. "
+            f"{f'Did you mean {near[0]!r}?' if near else 'Leave a device out by device_ids.'}"
         )
     return weights
 
