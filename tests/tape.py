@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.comm
 from everygpu.parallel.compiler.recordable_graph import innermost
+from everygpu.parallel.cuda_graphs import executed_code
 from everygpu.parallel.cuda_graphs.host_rng import draw_idly
 from everygpu.parallel.engines.thread_state import ThreadState
 from everygpu.parallel.replicas.replica_set import ReplicaSet
@@ -289,6 +290,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MultiGpuGraph", Tape)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.engines.threads.ThreadState", _RecordedThreads)
+    acted = (__file__, str(torch_kernels.__file__))
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.executed_code.LEFT_OUT", (*executed_code.LEFT_OUT, *acted))
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
     monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
     monkeypatch.setattr("everygpu.step.flat_parameters.FlatParameters._differs", lambda flat_params, bucket: False)

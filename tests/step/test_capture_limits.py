@@ -85,7 +85,9 @@ def test_one_device_that_is_refused_trains_as_a_plain_loop(recording: Devices, a
 
 
 @once
-@pytest.mark.parametrize(("kind", "reason"), [(Counting, "attributes"), (Reading, "Error"), (Tossing, "on the host")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Counting, "Counting.count"), (Reading, "Error"), (Tossing, "on the host")]
+)
 def test_what_cannot_be_recorded_runs_as_it_is(
     recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
 ) -> None:

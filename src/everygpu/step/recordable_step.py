@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.errors import CaptureError
-from everygpu.parallel.cuda_graphs.guards import find_hooks, referents
+from everygpu.parallel.cuda_graphs.guards import find_hooks
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
@@ -65,9 +65,10 @@ class RecordableStep(Recordable[Tensor]):
             self._strategy.recorded_state(has_update=self._updates_at_once()),
             waits,
             options,
-            id(step.loss),
-            referents(step.loss),
         )
+
+    def others(self) -> list[Any]:
+        return [self._step.loss]
 
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()

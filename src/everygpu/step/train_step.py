@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,7 +202,8 @@ class TrainStep:
                 self._strategy.prepare()
                 if self._num_batches == 0:
                     self._strategy.begin()
-                loss = self._learn(batch)
+                with nullcontext() if self._capture is None else self._capture.running_eagerly():
+                    loss = self._learn(batch)
             loss, flags = self._weights.mean(loss, None if self._ranks is None else self._strategy.flags())
             self._strategy.take_flags(flags)
             self._last_loss = loss

@@ -4,6 +4,8 @@ Importing the compiler takes seconds, so it is imported where it is used.
 """
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType
@@ -138,6 +140,29 @@ def cache_entries(code: CodeType) -> list[Any]:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     return list(_debug_get_cache_entry_list(code))
+
+
+_inlined: dict[int, list[CodeType]] = {}  # by the code's id, as equal code is not the same
+
+
+def note_inlined() -> None:
+    """Note, within a backend, which code goes into what is compiled."""
+    trace = current_trace()
+    code = trace.root_tx.f_code
+    if id(code) not in _inlined:
+        weakref.finalize(code, _inlined.pop, id(code), None).atexit = False
+    _inlined.setdefault(id(code), []).extend(traced_code(trace))
+
+
+def compiled_from(code: CodeType) -> tuple[CodeType, list[CodeType] | None] | None:
+    """Return what code Dynamo has compiled to this, and what was inlined, None where ``note_inlined`` wasn't called;
+    None for code that Dynamo hasn't made.
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if code not in (known := getattr(utils, "orig_code_map", ())):  # not yet while it is being imported
+        return None
+    original = known[code]
+    return original, _inlined.get(id(original))
 
 
 def drop_code(code: CodeType) -> None:

@@ -119,6 +119,35 @@ def test_nothing_is_drawn_while_another_thread_records(monkeypatch: pytest.Monke
     assert graph._graph.replay.call_count == 2
 
 
+@pytest.mark.parametrize("other", ["replay", "free"])
+def test_brief_work_of_another_thread_is_waited_for(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    """Only who captures keeps others from replaying."""
+    for name in ("CUDAGraph", "graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    lock, begun, may_end = CaptureLock(), threading.Event(), threading.Event()
+    monkeypatch.setattr(multi_gpu_graph, "CAPTURE_LOCK", lock)
+    graph = MultiGpuGraph([torch.device("cuda", i) for i in range(2)])
+    graph._random = [State()]  # type: ignore[list-item]
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    def replay() -> None:
+        with graph.may_replay() as may_replay:
+            assert may_replay
+            work()
+
+    thread = threading.Thread(target=replay if other == "replay" else lambda: lock.run_between(work))
+    thread.start()
+    assert begun.wait(60)
+    threading.Timer(0.01, may_end.set).start()
+    with graph.may_replay() as may_replay:
+        assert may_replay
+        assert may_end.is_set()
+    thread.join(60)
+
+
 def test_threads_that_ask_first_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Barrier(4)
     pause = threading.Event()

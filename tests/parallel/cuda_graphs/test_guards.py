@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards
 
 
@@ -46,12 +47,18 @@ class Model(nn.Module):
         self.original_positions = self.positions
 
 
+def guards_of(*roots: nn.Module) -> ModuleGuards:
+    return ModuleGuards(list(roots), [], ExecutedCode())
+
+
 def test_models_of_these_kinds_can_be_recorded() -> None:
     model = Model()
-    guards = ModuleGuards([model])
-    assert guards.find_volatile() is None
-    assert guards.is_current([model])
-    assert guards.is_current([model])
+    guards = guards_of(model)
+    assert guards.state is not None
+    assert guards.state.unseen is None
+    assert guards.find_copied() is None
+    assert guards.is_current([model], [])
+    assert guards.is_current([model], [])
 
 
 @pytest.mark.parametrize(
@@ -82,24 +89,25 @@ def test_models_of_these_kinds_can_be_recorded() -> None:
 )
 def test_a_change_is_noticed(change: Any) -> None:
     model = Model()
-    guards = ModuleGuards([model])
+    guards = guards_of(model)
     change(model)
-    assert not guards.is_current([model])
+    assert not guards.is_current([model], [])
 
 
-def test_a_list_that_keeps_a_replaced_parameter_may_change_unseen() -> None:
+def test_a_list_that_keeps_a_replaced_parameter_is_copied_for_each_replica() -> None:
     model = Model()
+    assert guards_of(model).find_copied() is None
     model.body[0].weight = nn.Parameter(torch.ones(2, 2))
-    assert ModuleGuards([model]).find_volatile() == (
-        "Model has an attribute that may change unseen, such as a list of tensors: weights"
+    assert guards_of(model).find_copied() == (
+        "Model has a tensor that isn't registered, which each replica has a copy of: weights"
     )
 
 
 def test_a_loss_may_hold_tensors_of_the_model() -> None:
     model, loss = Model(), nn.MSELoss()
     loss.regularized = [model.body[0].weight, weakly := [model.body]]
-    guards = ModuleGuards([model, loss])
-    assert guards.find_volatile() is None
-    assert guards.is_current([model, loss])
+    guards = guards_of(model, loss)
+    assert guards.find_copied() is None
+    assert guards.is_current([model, loss], [])
     weakly.clear()
-    assert not guards.is_current([model, loss])
+    assert not guards.is_current([model, loss], [])

@@ -221,7 +221,7 @@ def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make:
     check_grads(recording, make, num=None, warm_ups=NUM_STEPS)
 
 
-def test_what_may_change_unseen_is_named(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_replicas_have_copies_of_is_named(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
     used = recording(2)
     net = Recurrent().to(used[0])
     net.cells.scales = [torch.ones(1)]
@@ -231,7 +231,7 @@ def test_what_may_change_unseen_is_named(recording: Devices, caplog: pytest.LogC
     assert num_recordings(model) == 0
     (record,) = [r for r in caplog.records if "without CUDA graphs" in r.message]
     assert record.levelno == logging.WARNING
-    assert "LSTM 'cells' has an attribute that may change unseen, such as a list of tensors: scales" in record.message
+    assert "LSTM 'cells' has a tensor that isn't registered, which each replica has a copy of: scales" in record.message
 
 
 @pytest.mark.parametrize("kind", ["sparse", "inference"])

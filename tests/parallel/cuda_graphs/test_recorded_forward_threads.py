@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -74,11 +75,11 @@ def test_threads_that_train_side_by_side(recording: Devices) -> None:
 
 
 class Held(Net):
-    """Calls a function while its forward is recorded, once."""
+    """Calls a function while its forward is recorded, once: one that no guard sees, as it has changed then."""
 
-    def __init__(self, during: list[Callable[[], object]]) -> None:
+    def __init__(self, during: "SimpleQueue[Callable[[], object]]") -> None:
         super().__init__()
-        self.take = lambda: during.pop()() if during and is_recording() else None
+        self.take = lambda: None if during.empty() or not is_recording() else during.get()()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.index in (None, 0):
@@ -112,7 +113,7 @@ class Pair:
         self._recording = [threading.Event(), threading.Event()]
         self._went_backward = [threading.Event(), threading.Event()]
         self.losses: list[list[Tensor]] = [[], []]
-        self._during: list[list[Callable[[], object]]] = [[], []]
+        self._during: list[SimpleQueue[Callable[[], object]]] = [SimpleQueue(), SimpleQueue()]
         self.nets = [Held(during).to(used[0]) for during in self._during]
         works = [functools.partial(self._train, me) for me in (0, 1)]
         if at_once:
@@ -133,10 +134,10 @@ class Pair:
         for turn in (0, 1):
             if turn == me:
                 if self._at_once:
-                    during.append(lambda: self._hold(me))
+                    during.put(lambda: self._hold(me))
                 train(model, optimizer, found, rows=10)
                 assert num_recordings(model) == 2
-                assert not during
+                assert during.empty()
             else:
                 optimizer.zero_grad()
                 found.append(self._go_backward(model, turn))
@@ -170,7 +171,7 @@ def test_models_that_two_threads_record(recording: Devices) -> None:
 
 def test_who_cannot_record_now_records_later(recording: Devices) -> None:
     used = recording(2)
-    during: list[Callable[[], object]] = []
+    during: SimpleQueue[Callable[[], object]] = SimpleQueue()
     first = everygpu.DataParallel(Held(during).to(used[0]), used, engine="graphs")
     second = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
 
@@ -179,9 +180,9 @@ def test_who_cannot_record_now_records_later(recording: Devices) -> None:
             loss_of(model(x), y).backward()
 
     run(second, NUM_WARM_UPS)
-    during.append(lambda: side_by_side(lambda: run(second, 2)))
+    during.put(lambda: side_by_side(lambda: run(second, 2)))
     run(first, NUM_STEPS)
-    assert not during
+    assert during.empty()
     assert (num_recordings(first), num_recordings(second)) == (1, 0)
     run(second, 1)
     assert num_recordings(second) == 1

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGraph
 from everygpu.parallel.compiler.recordable_graph import inputs_of, is_written, value_of
 from everygpu.parallel.scatter.denominator import are_classes, count_kept, note_denominator
+from everygpu.torch_private.compiler import note_inlined
 
 
 class CompileOnce:
@@ -29,6 +30,7 @@ class CompileOnce:
         self._is_sharing = threading.local()
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> Callable[..., Any]:
+        note_inlined()
         home = _home_of(graph)
         key = _key_of(graph, home) if getattr(self._is_sharing, "now", False) else None
         if key is None:

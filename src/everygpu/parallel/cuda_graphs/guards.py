@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from everygpu.parallel.buckets import version_of
+from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
+from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.remap import cell_contents
-from everygpu.parallel.replicas.snapshot import Contents, Search, Snapshot, is_open
+from everygpu.parallel.replicas.snapshot import Snapshot
 from everygpu.torch_private.core import (
     DeviceContext,
     caches_parametrizations,
@@ -56,41 +58,35 @@ _read_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_
 
 
 class ModuleGuards:
-    """Guards on module structure, attributes and tensors, checked in every step.
+    """Guards on modules, their tensors and all Python state that steps reach, checked in every step.
 
     Args:
         roots: The modules, with all below them, as they are now.
-        is_proven: A proof guards all that forward reads, attributes too, and launches send frozen parameters: here it
-            is tensors alone, which a proof knows by their objects.
+        others: What steps begin at besides, such as a loss.
+        code: What steps have run so far; None where a proof guards all that forward reads, and replays send frozen
+            parameters: here it is tensors alone, which a proof knows by their objects.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], *, is_proven: bool = False) -> None:
-        self._roots = list(roots)
+    def __init__(self, roots: Sequence[nn.Module], others: Sequence[Any], code: ExecutedCode | None) -> None:
+        self._roots, self._others = list(roots), list(others)
         self._layouts = [ModuleTree(root) for root in roots]
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
-        # An LSTM has a list of its parameters: what they are is compared here.
-        known: list[nn.Module | Tensor] = [*self._tensors, *(m for layout in self._layouts for m in layout.modules)]
-        layouts = [] if is_proven else self._layouts
-        self._snapshots = [Snapshot(layout.modules, known, is_strict=True) for layout in layouts]
-        for snapshot in self._snapshots:
-            snapshot.changed()
+        self.state = None if code is None else ReachedState([*others, *roots], self._tensors, code)
+        self.version = 0 if code is None else code.version
+        """Of the code that is known."""
         self._dense = [t for t in self._tensors if is_dense(t)]
         frozen = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
-        self._fixed = [] if is_proven else frozen
-        attributes = (v for layout in layouts for m in layout.modules for v in vars(m).values())
-        self._objects = list({id(v): v for v in attributes if is_open(v)}.values())
-        self._contents = _contents_of_objects(self._objects, known)
+        self._fixed = [] if code is None else frozen
         self._key = self._guard_key()
         self._addresses = self._find_addresses()
 
-    def is_current(self, roots: Sequence[nn.Module], *, addresses: bool = True) -> bool:
+    def is_current(self, roots: Sequence[nn.Module], others: Sequence[Any], *, addresses: bool = True) -> bool:
         """Tell whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
         return (
-            len(roots) == len(self._roots)
-            and all(map(operator.is_, roots, self._roots))
+            are_same(roots, self._roots)
+            and are_same(others, self._others)
             and all(layout.is_same() for layout in self._layouts)
-            and all(snapshot.is_same() for snapshot in self._snapshots)
-            and self._contents.is_same()
+            and (self.state is None or self.state.is_same())
             and self._guard_key() == self._key
             and (not addresses or self._find_addresses() == self._addresses)
         )
@@ -102,15 +98,20 @@ class ModuleGuards:
     def _find_addresses(self) -> list[int]:
         return [t.data_ptr() for t in self._dense]
 
-    def find_volatile(self) -> str | None:
-        """Name a module whose attributes can't be compared with what they were."""
-        for root, layout, snapshot in zip(self._roots, self._layouts, self._snapshots):
+    def find_copied(self) -> str | None:
+        """Name a module with a tensor that isn't registered: each forward copies it to replicas, but no replay does."""
+        for root, layout in zip(self._roots, self._layouts):
+            snapshot = Snapshot(layout.modules, self._tensors)
+            snapshot.changed()
             for i, attribute in snapshot.volatile.items():
-                m = layout.modules[i]
-                name = next((n for n, other in root.named_modules() if other is m), "")
-                which = f"{type(m).__name__} {name!r}" if name else type(m).__name__
-                return f"{which} has an attribute that may change unseen, such as a list of tensors: {attribute}"
+                name = next((n for n, m in root.named_modules() if m is layout.modules[i]), "")
+                which = f"{type(layout.modules[i]).__name__} {name!r}" if name else type(layout.modules[i]).__name__
+                return f"{which} has a tensor that isn't registered, which each replica has a copy of: {attribute}"
         return None
+
+    def find_change(self) -> str | None:
+        """Name what isn't as it was."""
+        return None if self.state is None else self.state.find_change()
 
     def find_written(self) -> str | None:
         """Name a frozen parameter that was written since, or is in other memory; None where there is none."""
@@ -133,17 +134,12 @@ class ModuleGuards:
             [t.requires_grad for t in self._tensors],
             *(list(map(bool, map(read, self._tensors))) for read in _read_hooks),
             [version_of(t) for t in self._fixed],
-            [_identity_of(v) for o in self._objects for v in vars(o).values()],
         )
 
 
-def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Tensor]) -> Contents:
-    """Record containers within objects' attributes, such as a configuration's dicts."""
-    search = Search({id(x): x for x in known}, is_strict=True)
-    for value in objects:
-        for name, held in vars(value).items():
-            search.add(name, held)
-    return Contents(search.containers, search.functions, [])
+def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Tell whether two sequences hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -158,7 +154,7 @@ def torch_settings() -> tuple[Any, ...]:
         *_read_backends(torch.backends),
         *(read() for read in _read_attention(torch.backends.cuda)),
         torch.is_anomaly_enabled(),
-        [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
+        [str(m.device) if isinstance(m, DeviceContext) else m for m in function_modes()],
         num_dispatch_modes(),
         top_saved_tensor_hooks() is None,
         *map(len, _read_global_hooks(torch_module)),
@@ -176,26 +172,19 @@ def is_observed() -> bool:
     )
 
 
-def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False) -> str | None:
-    """Say where there is Python code that a launch wouldn't run; hooks of forward may be part of what is proven."""
+def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False, others: Sequence[nn.Module] = ()) -> str | None:
+    """Say where there is Python code that a replay wouldn't run; hooks of forward may be part of what is proven."""
     tables = [table for table in HOOKS if not are_proven or table not in FORWARD_HOOKS]
     if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
         return "there are hooks on all modules, which a recording wouldn't call"
-    for root in roots:
-        for name, m in root.named_modules():
+    for root in (*roots, None):
+        for name, m in (("", m) for m in others) if root is None else root.named_modules():
             if any(getattr(m, table, None) for table in tables):
                 return f"module {name or type(m).__name__!r} has hooks, which a recording wouldn't call"
-        for name, p in root.named_parameters():
+        for name, p in () if root is None else root.named_parameters():
             if has_hooks(p):
                 return f"parameter {name} has hooks, which a recording wouldn't call"
     return None
-
-
-def referents(function: Any) -> tuple[Any, ...]:
-    """Return what a function's result depends on besides its arguments, one level deep, to be compared later: numbers
-    and strings, and the identity of everything else; nothing for what can't be looked into.
-    """
-    return tuple(_identity_of(v) for v in values_of(function))
 
 
 def values_of(function: Any) -> list[Any]:
@@ -222,11 +211,3 @@ def values_of(function: Any) -> list[Any]:
 
 def _attributes(value: Any) -> list[Any]:
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
-
-
-def _identity_of(value: Any) -> Any:
-    if type(value) is Tensor and is_dense(value):
-        # What is on the host goes into a recording as a number.
-        written = version_of(value) if value.device.type == "cpu" else 0
-        return id(value), value.data_ptr(), written, value.requires_grad
-    return (type(value), value) if isinstance(value, (int, float, str, bool)) else id(value)  # equal ones are the same

@@ -1,12 +1,12 @@
 """Random numbers that the host draws or reads: a recording would repeat them, or can't have them in it."""
 
 import random
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -52,14 +52,11 @@ DRAW_GATE = DrawGate()
 
 
 class HostGenerators:
-    """Random generators on the host that modules may draw from: the process's, and those among their attributes."""
+    """Random generators on the host that a step may draw from: the process's, and others that it reaches."""
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        numpy = sys.modules.get("numpy")
-        shared = [random, *([] if numpy is None else [numpy.random])]
-        values = (v for root in roots for m in root.modules() for v in vars(m).values())
-        own = list({id(v): v for v in values if _is_host_generator(v, numpy)}.values())
-        self._all: list[Any] = [*shared, torch.default_generator, *own]
+    def __init__(self, others: Sequence[Any]) -> None:
+        on_host = [g for g in others if not isinstance(g, torch.Generator) or g.device.type == "cpu"]
+        self._all: list[Any] = [random, np.random, torch.default_generator, *on_host]
 
     def states(self) -> list[Any]:
         """Return the state of each."""
@@ -73,13 +70,6 @@ class HostGenerators:
                 generator.bit_generator.state = state
             else:
                 write(state)
-
-
-def _is_host_generator(value: Any, numpy: Any) -> bool:
-    if isinstance(value, torch.Generator):
-        return value.device.type == "cpu"
-    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(value, (random.Random, *kinds))
 
 
 def _state_of(generator: Any) -> Any:

@@ -20,27 +20,30 @@ from everygpu.torch_private.core import clear_cublas_workspaces, end_route_to_po
 
 
 class CaptureLock:
-    """Lets one thread at a time record.
+    """Lets one thread at a time capture, or do brief work that can't be done meanwhile: replay, or free a graph.
 
-    Non-blocking: a thread that fails to acquire it runs its step eagerly and retries at the next one. A recording needs
-    autograd's threads, of which each GPU has one for all models, and locks of models that it uses: one of these
-    threads, or a thread with such a lock, would wait forever for the recording's end.
+    A thread that finds another one capturing doesn't wait: it runs its step eagerly and tries again at the next one. A
+    capture needs autograd's threads, of which each GPU has one for all models, and locks of models that it uses: one of
+    these threads, or a thread with such a lock, would wait forever for the capture's end. Brief work needs neither,
+    and is waited for.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._captures = False
         self._pending: list[Callable[[], None]] = []
 
     @contextmanager
-    def taken(self) -> Iterator[bool]:
-        """Hold the lock within; False where another thread holds it, or this one already."""
-        if not self._lock.acquire(blocking=False):
+    def taken(self, *, captures: bool = True) -> Iterator[bool]:
+        """Hold the lock within; False where another thread captures, or this one holds it already."""
+        if not self._acquire(captures=captures, waits=True):
             yield False
             return
         try:
             yield True
         finally:
-            self._lock.release()
+            self._release()
             self._catch_up_if_free()
 
     def run_between(self, function: Callable[[], None]) -> None:
@@ -57,11 +60,26 @@ class CaptureLock:
 
     def _catch_up_if_free(self) -> None:
         # Looked at again after each release: what came in between found the lock taken.
-        while self._pending and self._lock.acquire(blocking=False):
+        while self._pending and self._acquire(captures=False, waits=False):
             try:
                 self.catch_up()
             finally:
-                self._lock.release()
+                self._release()
+
+    def _acquire(self, *, captures: bool, waits: bool) -> bool:
+        me = threading.get_ident()
+        with self._changed:
+            while waits and self._owner not in (None, me) and not self._captures:
+                self._changed.wait()
+            if self._owner is not None:
+                return False
+            self._owner, self._captures = me, captures
+            return True
+
+    def _release(self) -> None:
+        with self._changed:
+            self._owner = None
+            self._changed.notify_all()
 
 
 CAPTURE_LOCK = CaptureLock()
@@ -135,7 +153,7 @@ class MultiGpuGraph:
         """Have what is launched within find fresh random numbers; False where another thread is recording: before torch
         2.13 none can be drawn then, and a recording that draws none is known as such only after its first launch.
         """
-        return CAPTURE_LOCK.taken() if self._random else contextlib.nullcontext(True)
+        return CAPTURE_LOCK.taken(captures=False) if self._random else contextlib.nullcontext(True)
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be.

@@ -32,8 +32,9 @@ from everygpu.parallel.cuda_graphs.launch import (
     RecordedPass,
 )
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, ReadyEvents
+from everygpu.parallel.cuda_graphs.reached_state import PLAIN
 from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
-from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES, StaticBatch
+from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync, why_not_sent
 from everygpu.parallel.engines.engine import EngineContext
 from everygpu.parallel.replicas.module_tree import is_dense
@@ -67,7 +68,7 @@ def seal_outputs(outputs: list[Any]) -> list[Any]:
 
 
 def _seal(x: Any) -> Any:
-    if (type(x) is Tensor and x.layout == torch.strided) or type(x) in PLAIN_TYPES:
+    if (type(x) is Tensor and x.layout == torch.strided) or type(x) in PLAIN:
         return x
     try:
         if isinstance(x, Tensor):
@@ -215,6 +216,7 @@ class RecordedForward(Recordable[PerReplica]):
             route,
             level=logging.DEBUG if proves and len(route.devices) > 1 else logging.WARNING,  # the engine says it
             proves=proves,
+            is_promised=not proves,
             gives_up=proves,
         )
         """Makes recordings, drops them, and says why no forward will be recorded any more, if so."""
@@ -287,6 +289,9 @@ class RecordedForward(Recordable[PerReplica]):
     def state(self) -> Hashable:
         # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
         return self._context.options(), tuple(map(current_stream, self._devices))
+
+    def others(self) -> list[Any]:
+        return [option for option in self._context.options() if callable(option)]
 
     def unsupported_reason(self) -> str | None:
         return find_unsupported_tensor(self._module()) or why_not_sent(self._trained(), self._devices)

@@ -4,8 +4,8 @@ import logging
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from everygpu.errors import CaptureError, SplitError
 from everygpu.keys import compiled_original
 from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.compiler.whole_graph import WholeGraph
+from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import CAPTURE_LOCK, MultiGpuGraph, is_capturing, return_memory
+from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.cuda_graphs.static_batch import Batch, Leaves, NotStatic, StaticBatch, describe_batch, leaves_of
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec
@@ -58,6 +60,7 @@ class BatchKinds:
         self._name = name
         self._gpus = [d for d in devices if d.type == "cuda"]
         self._counts: dict[Any, int] = {}
+        self._noted: set[Any] = set()
         self._recorded: set[Any] = set()
         self._refused: set[Any] = set()
         self._num_seen = self._num_new = 0  # batches in this window
@@ -78,6 +81,13 @@ class BatchKinds:
         if len(self._counts) > MAX_COUNTED:
             del self._counts[next(iter(self._counts))]
         return self._counts[key] > NUM_WARM_UPS and key not in self._refused and self._has_room(key, num_recordings)
+
+    def is_to_be_noted(self, key: Any) -> bool:
+        """Tell, once for a kind, whether to look at what its steps run: by then they have run once."""
+        if self._counts.get(key) != NUM_WARM_UPS - 1 or key in self._noted or len(self._noted) >= MAX_COUNTED:
+            return False
+        self._noted.add(key)
+        return True
 
     @property
     def has_recorded(self) -> bool:
@@ -219,6 +229,10 @@ class Recordable(ABC, Generic[Result]):
     def roots(self) -> list[nn.Module]:
         """List the roots of the modules that take part now."""
 
+    def others(self) -> list[Any]:
+        """List what a step begins at besides the modules, such as a loss."""
+        return []
+
     @abstractmethod
     def state(self) -> Hashable:
         """Return what a recording depends on besides the batch, the modules and torch's settings."""
@@ -274,11 +288,10 @@ class _Recording:
 class Capture(Generic[Result]):
     """Records steps as CUDA graphs after a few with batches of one kind, and launches them from then on.
 
-    A recording is launched only while everything it was made from is as it was: shapes and values of the batch, the
-    modules' attributes, modes and hooks, and the attributes of objects among them, parameters and buffers where they
-    were, what the loss refers to, torch's settings. Everything else that Python code may look at, such as a global
-    variable in a module's forward, is not guarded. While a mode or a hook of torch's observes every operation, steps
-    run eagerly.
+    A recording is launched only while everything it was made from is as it was: shapes and values of the batch, all
+    that ``ReachedState`` finds, parameters and buffers where they were, torch's settings. Where that can't be seen,
+    nothing is recorded, unless the caller has promised that it stays. While a mode or a hook of torch's observes every
+    operation, steps run eagerly.
 
     Args:
         step: What is recorded.
@@ -289,6 +302,7 @@ class Capture(Generic[Result]):
         proves: Each recording has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
             may be written in between.
         proves_hooks: A recording has such a proof where there are hooks of forward.
+        is_promised: What can't be seen, such as a generator's state, doesn't change what steps do.
         gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
     """
 
@@ -302,6 +316,7 @@ class Capture(Generic[Result]):
         level: int = logging.INFO,
         proves: bool = False,
         proves_hooks: bool = False,
+        is_promised: bool = False,
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
@@ -315,12 +330,15 @@ class Capture(Generic[Result]):
         self._name = name
         self._route = route
         self._must = must
+        self._is_promised = is_promised or must
+        self._code = ExecutedCode()
+        self._notes_code = False
         self._level = level
         self._recordings: dict[Any, _Recording] = {}
         self._guard_key: Any = None
         self._guards: ModuleGuards | None = None
-        self._written: str | None = None
-        """What was last found written between steps."""
+        self._change: str | None = None
+        """What was last found to be other than the step before."""
         self._num_attempts = 0
         self._num_launches = 0
         self._num_failures = 0
@@ -352,6 +370,7 @@ class Capture(Generic[Result]):
             return None
         if recording is None:
             if not self._kinds.is_due(key, len(self._recordings)):
+                self._notes_code = not self._proves and self._kinds.is_to_be_noted(key)
                 return None
             if self._proves and not self._proofs.may_find(batch, self._route):
                 return None
@@ -359,6 +378,16 @@ class Capture(Generic[Result]):
                 recording = self._record(key, batch) if is_ours else None
         spread_seeds(self._route.devices)
         return None if recording is None else self._launch(recording, batch, leaves)
+
+    @contextmanager
+    def running_eagerly(self) -> Iterator[None]:
+        """Have a step that ``run`` has left to the caller run within."""
+        notes_code, self._notes_code = self._notes_code, False
+        if not notes_code:
+            yield
+            return
+        with torch.autograd.set_multithreading_enabled(False), self._code.noting():  # backward, in this thread
+            yield
 
     def _launch(self, recording: _Recording, batch: Batch, leaves: Leaves) -> Result | None:
         with recording.graph.may_replay() as may_replay:
@@ -394,42 +423,59 @@ class Capture(Generic[Result]):
     def _passes_guards(self) -> bool:
         """Tell whether recordings are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
-        roots = self._step.roots()
-        guards = self._guards
+        roots, others, guards = self._step.roots(), self._step.others(), self._guards
         # Before there is a recording, addresses don't matter: a recurrent layer may move its weights in each forward.
-        if guards is not None and not guards.is_current(roots, addresses=bool(self._recordings)):
+        if guards is not None and not guards.is_current(roots, others, addresses=bool(self._recordings)):
+            change = guards.find_change()
+            self._change = guards.find_written() or (change and f"{change} is another than in the step before")
             guards = None
         if guards is not None and key == self._guard_key:
             self._num_failures = 0
-            return True
-        self.forget()
-        self._num_failures += 1
-        self._written = None if self._guards is None else self._guards.find_written()
-        guards = guards or ModuleGuards(roots, is_proven=self._proves)
+            if guards.version == self._code.version:
+                return True
+        else:
+            self.forget()
+            self._num_failures += 1
+        is_passed = self._num_failures == 0  # only more code is known
+        if guards is None or is_passed:
+            guards = ModuleGuards(roots, others, None if self._proves else self._code)
         self._guards, self._guard_key = guards, key
-        reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves_hooks)
+        reason = self._step.unsupported_reason() or self._find_unseen(guards)
         if reason is not None and not self._must:
             self._give_up(reason)
         elif self._num_failures > MAX_ATTEMPTS:
-            self._give_up(
-                guards.find_volatile()
-                or self._written
-                or "the modules' attributes, or torch's settings, are others at every step"
-            )
-        return False
+            self._give_up(self._change or "the modules, or torch's settings, are others at every step")
+        return is_passed and self.reason is None
+
+    def _find_unseen(self, guards: ModuleGuards) -> str | None:
+        """Say why a replay wouldn't do what the step does, if that is known."""
+        state, roots = guards.state, self._step.roots()
+        if (reason := find_hooks(roots, are_proven=self._proves_hooks)) is not None or state is None:
+            return reason
+        mine = {id(m) for root in roots for m in root.modules()}
+        if reason := find_hooks([], others=[m for m in state.modules if id(m) not in mine]):
+            return reason
+        if len(self._route.devices) > 1 and (reason := guards.find_copied()) is not None:
+            return reason
+        return None if self._is_promised else state.unseen
 
     def _record(self, key: Any, batch: Batch) -> _Recording | None:
         self._num_attempts += not self._recordings
         if self._num_attempts > MAX_ATTEMPTS:
-            last = f": {self._written}" if self._written else ""
+            last = f": {self._change}" if self._change else ""
             self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long{last}")
             return None
+        version = self._code.version
         with DRAW_GATE.alone(_LOADING_S) as is_alone:
             found, has_drawn = self._attempt_all(batch)
+        if self._code.version != version:  # what more is read is held from the next step on
+            return None
         if has_drawn and not isinstance(found, str):
             if not is_alone:  # a thread that loads a batch may have, too: again at a later step
                 return None
             found = "the step, or a thread beside it, draws random numbers on the host, which a recording would repeat"
+        if not isinstance(found, str) and self._guards is not None and (change := self._guards.find_change()):
+            found = f"the step writes {change}, which a recording doesn't repeat"
         if isinstance(found, str):
             # Recordings of other kinds may have been dropped by this attempt: they are made again.
             if self._kinds.has_recorded and not self._must:
@@ -445,7 +491,9 @@ class Capture(Generic[Result]):
 
     def _attempt_all(self, batch: Batch) -> tuple[_Recording | str, bool]:
         """Record, in another way if need be, or say why not; and tell whether random numbers were drawn on the host."""
-        generators = HostGenerators(self._step.roots())
+        state = None if self._guards is None else self._guards.state
+        state = ReachedState([*self._step.others(), *self._step.roots()], (), self._code) if state is None else state
+        generators = HostGenerators(state.generators)
         before = generators.states()
         held = StaticBatch(batch, self._route)
         held.write(batch)
@@ -484,7 +532,8 @@ class Capture(Generic[Result]):
         try:
             prepared, before = self._step.prepare(), held.versions()
             proof = self._prove(held) if self._step.needs_proof() else None
-            recorded = self._step.record(graph, held, prepared)
+            with nullcontext() if self._proves else self._code.noting():
+                recorded = self._step.record(graph, held, prepared)
             if held.versions() != before:
                 raise CaptureError("the batch is written to, and a recording has its own copy of it")
             return _Recording(batch=held, graph=graph, recorded=recorded, proof=proof)

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from everygpu import comm, tree
 from everygpu.comm import upload
+from everygpu.parallel.cuda_graphs.reached_state import PLAIN, bits_of
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.scatter.batch_types import batch_type
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device, name_arguments
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
 from everygpu.torch_private.core import SUPPORTED_NODES, without_torch_function
-
-PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""Types of values that a recording bakes in."""
-
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 """The model's positional and keyword arguments, and what the loss takes after the output."""
@@ -217,6 +214,8 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) 
 def _frozen(context: Any) -> Any:
     if isinstance(context, (list, tuple)):
         return tuple(map(_frozen, context))
+    if type(context) in PLAIN:
+        return type(context), bits_of(context)
     try:
         hash(context)
     except TypeError as reason:
@@ -225,9 +224,9 @@ def _frozen(context: Any) -> Any:
 
 
 def _describe_plain(path: str, value: Any) -> Any:
-    if type(value) not in PLAIN_TYPES:
+    if type(value) not in PLAIN:
         raise NotStatic(f"{path} is a {type(value).__qualname__}")
-    return type(value), value
+    return type(value), bits_of(value)
 
 
 def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: ScatterSpec) -> Any:

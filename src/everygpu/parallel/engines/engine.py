@@ -1,6 +1,6 @@
 """What an engine promises, and what it is made from."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ class EngineContext:
     """One per replica."""
     spec: Callable[[], ScatterSpec]
     """Gives how batches are cut from now on."""
-    options: Callable[[], Hashable]
+    options: Callable[[], tuple[Any, ...]]
     """Gives the wrapper's options that a recording depends on."""
     run: RunOn
     """Scatters a call, and applies replicas to the shards."""

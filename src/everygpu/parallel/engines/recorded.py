@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -91,7 +92,8 @@ class RecordedReplicas(Engine):
     def _with_memory(self, run: Callable[[], T]) -> T:
         """Run, once more without the recordings where memory doesn't suffice: each holds that of a step."""
         try:
-            return run()
+            with nullcontext() if self.recorder is None else self.recorder.capture.running_eagerly():
+                return run()
         except torch.OutOfMemoryError:
             if self.recorder is None or not self.recorder.capture.forget():
                 raise

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from everygpu.comm.streams import queueing_on
+from everygpu.parallel.cuda_graphs.executed_code import current_profile, profiling
 from everygpu.torch_private.core import (
     DeviceContext,
     SavedTensorHooks,
@@ -79,6 +80,7 @@ class ThreadState:
         ``save_on_cpu`` takes each tensor by itself.
         """
         self._hooks = _one_at_a_time(*hooks) if hooks is not None and self.counts_saved_tensors else hooks
+        self._profile = current_profile()
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
     def run_here(
@@ -112,6 +114,7 @@ class ThreadState:
                     if d != device and stream != torch.cuda.default_stream(d):
                         enter(torch.cuda.stream(stream))
                 enter(self._on_device(device, mode))
+                enter(nullcontext() if self._profile is None else profiling(self._profile))
                 return function()
 
         return context.run(call)
