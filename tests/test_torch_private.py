@@ -2,7 +2,9 @@
 
 import ast
 import copy
+import copyreg
 import functools
+import sys
 import threading
 from contextvars import ContextVar
 from pathlib import Path
@@ -68,7 +70,7 @@ def test_attributes():
     iterator = iter(DataLoader([1]))
     adam = torch.optim.Adam([x])
     states = x, x.untyped_storage(), layer, layer.state_dict(), adam
-    owners = [*states, torch.ops.aten.add.Tensor, None, loader, iterator]
+    owners = [*states, torch.ops.aten.add.Tensor, None, copyreg, loader, iterator]
     for owner, (kind, names) in zip(owners, torch_private.ATTRIBUTES.items(), strict=True):
         # Of workers' iterators, of compiled functions, and of parameters only.
         kept = {"_worker_pids_set", "_workers", "_shutdown_workers", "_try_get_data", "_is_param"}
@@ -507,6 +509,34 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
     compiler.drop_code(function.__code__)
     assert compiler.cache_entries(function.__code__) == []
     assert torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")(torch.zeros(())) == 1
+
+
+def test_compiled_code_says_what_it_was_made_from():
+    def inner(x):
+        return x * 2
+
+    def outer(x):
+        return inner(x)
+
+    ran = []
+
+    def backend(graph, inputs):
+        compiler.note_inlined()
+        return graph.forward
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_name == "outer":
+            ran.append(frame.f_code)
+
+    function = torch.compile(outer, backend=backend)
+    function(torch.ones(2))
+    sys.setprofile(note)
+    function(torch.ones(2))
+    sys.setprofile(None)
+    original, inlined = compiler.compiled_from(ran[-1])
+    assert original is outer.__code__
+    assert inner.__code__ in inlined
+    assert compiler.compiled_from(inner.__code__) is None
 
 
 def test_operators_of_a_higher_order_are_told():

@@ -19,6 +19,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "operators": "_schema",
         "torch.compile's contexts and backends": "_dynamic _torchdynamo_orig_backend",
+        "Python's copyreg": "_slotnames",
         "DataLoader": "_iterator",
         "DataLoader's iterators": "_persistent_workers _shutdown_workers _try_get_data _worker_pids_set _workers",
     }

@@ -5,7 +5,6 @@ Importing the compiler takes seconds, so it is imported where it is used.
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType
@@ -142,16 +141,15 @@ def cache_entries(code: CodeType) -> list[Any]:
     return list(_debug_get_cache_entry_list(code))
 
 
-_inlined: dict[int, list[CodeType]] = {}  # by the code's id, as equal code is not the same
-
-
 def note_inlined() -> None:
     """Note, within a backend, which code goes into what is compiled."""
+    from torch._dynamo.code_context import code_context
+
     trace = current_trace()
-    code = trace.root_tx.f_code
-    if id(code) not in _inlined:
-        weakref.finalize(code, _inlined.pop, id(code), None).atexit = False
-    _inlined.setdefault(id(code), []).extend(traced_code(trace))
+    code_context.get_context(trace.root_tx.f_code).setdefault(_INLINED, []).extend(traced_code(trace))
+
+
+_INLINED = "everygpu_inlined"
 
 
 def compiled_from(code: CodeType) -> tuple[CodeType, list[CodeType] | None] | None:
@@ -159,10 +157,12 @@ def compiled_from(code: CodeType) -> tuple[CodeType, list[CodeType] | None] | No
     None for code that Dynamo hasn't made.
     """
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    if code not in (known := getattr(utils, "orig_code_map", ())):  # not yet while it is being imported
+    known: Any = getattr(utils, "orig_code_map", ())
+    if code not in known:  # not yet while it is being imported
         return None
     original = known[code]
-    return original, _inlined.get(id(original))
+    context: Any = sys.modules["torch._dynamo.code_context"]
+    return original, context.code_context.get_context(original).get(_INLINED)
 
 
 def drop_code(code: CodeType) -> None:

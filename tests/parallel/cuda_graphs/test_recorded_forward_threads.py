@@ -75,15 +75,16 @@ def test_threads_that_train_side_by_side(recording: Devices) -> None:
 
 
 class Held(Net):
-    """Calls a function while its forward is recorded, once: one that no guard sees, as it has changed then."""
+    """Calls functions while its forward is recorded, once: no guard sees them, as they are gone then."""
 
     def __init__(self, during: "SimpleQueue[Callable[[], object]]") -> None:
         super().__init__()
-        self.take = lambda: None if during.empty() or not is_recording() else during.get()()
+        self.during = during
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.index in (None, 0):
-            self.take()
+            while is_recording() and not self.during.empty():
+                self.during.get()()
         return super().forward(x)
 
 
@@ -134,7 +135,8 @@ class Pair:
         for turn in (0, 1):
             if turn == me:
                 if self._at_once:
-                    during.put(lambda: self._hold(me))
+                    during.put(self._recording[me].set)
+                    during.put(functools.partial(self._went_backward[me].wait, 60))
                 train(model, optimizer, found, rows=10)
                 assert num_recordings(model) == 2
                 assert during.empty()
@@ -143,10 +145,6 @@ class Pair:
                 found.append(self._go_backward(model, turn))
                 optimizer.step()
                 train(model, optimizer, found)
-
-    def _hold(self, me: int) -> None:
-        self._recording[me].set()
-        assert self._went_backward[me].wait(60)
 
     def _go_backward(self, model: everygpu.DataParallel, other: int) -> Tensor:
         (x, y), *_ = make_batches(1)

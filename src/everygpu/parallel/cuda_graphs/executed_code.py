@@ -46,6 +46,8 @@ class ExecutedCode:
         self._codes: dict[int, types.CodeType] = {}
         self._nested: set[int] = set()
         self._closures: dict[int, list[tuple[Any, ...]]] = {}
+        self._num_imports: dict[int, int] = {}
+        """Which go on in a thread: what they run has run before the next step."""
         self._compiled: str | None = None
         """Names code that was compiled where nobody looked."""
 
@@ -65,10 +67,10 @@ class ExecutedCode:
             self.version += len(self._seen) > num or len(self.functions) > before
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        code, scope = frame.f_code, frame.f_globals
+        code, scope, me = frame.f_code, frame.f_globals, threading.get_ident()
         if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
-            _current.num_imports += (event == "call") - (event == "return")
-        if event != "call" or _current.num_imports or _is_generated(code, scope) or is_left_out(code.co_filename):
+            self._num_imports[me] = self._num_imports.get(me, 0) + (event == "call") - (event == "return")
+        if event != "call" or self._num_imports.get(me) or is_left_out(code.co_filename) or _is_generated(code, scope):
             return
         if (id(code), id(scope)) not in self._seen:
             self._seen[id(code), id(scope)] = code, scope
@@ -123,27 +125,18 @@ class ExecutedCode:
 @contextmanager
 def profiling(profile: Any) -> Iterator[None]:
     """Have a function called by Python at each call of this thread within; a profiler of the user's pauses."""
-    before, _current.profile = sys.getprofile(), profile
+    before = sys.getprofile()
     sys.setprofile(profile)
     try:
         yield
     finally:
         sys.setprofile(before)
-        _current.profile = None
-
-
-class _Current(threading.local):
-    profile: Any = None
-    num_imports = 0
-    """Which go on: their code has run before the next step."""
-
-
-_current = _Current()
 
 
 def current_profile() -> Any:
     """Return what ``profiling`` has called in this thread, for another thread that works for it; or None."""
-    return _current.profile
+    profile = sys.getprofile()
+    return profile if isinstance(getattr(profile, "__self__", None), ExecutedCode) else None
 
 
 def _is_generated(code: types.CodeType, scope: dict[str, Any]) -> bool:

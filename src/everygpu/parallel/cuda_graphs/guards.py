@@ -14,7 +14,7 @@ from everygpu.parallel.buckets import version_of
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
-from everygpu.parallel.replicas.remap import cell_contents
+from everygpu.parallel.replicas.remap import TABLES, cell_contents
 from everygpu.parallel.replicas.snapshot import Snapshot
 from everygpu.torch_private.core import (
     DeviceContext,
@@ -71,7 +71,8 @@ class ModuleGuards:
         self._roots, self._others = list(roots), list(others)
         self._layouts = [ModuleTree(root) for root in roots]
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
-        self.state = None if code is None else ReachedState([*others, *roots], self._tensors, code)
+        tables = [vars(m)[name] for layout in self._layouts for m in layout.modules for name in TABLES]
+        self.state = None if code is None else ReachedState([*others, *roots], [*self._tensors, *tables], code)
         self.version = 0 if code is None else code.version
         """Of the code that is known."""
         self._dense = [t for t in self._tensors if is_dense(t)]

@@ -70,18 +70,18 @@ class ReachedState:
 
     Args:
         roots: What steps begin at.
-        known: Tensors that the caller compares itself.
+        known: Tensors that the caller compares itself, and tables with tensors or modules in them.
         code: What steps have run so far.
     """
 
-    def __init__(self, roots: Sequence[Any], known: Iterable[Tensor], code: ExecutedCode) -> None:
+    def __init__(self, roots: Sequence[Any], known: Iterable[Any], code: ExecutedCode) -> None:
         self.unseen: str | None = None
         """Names an object whose state can't be seen, such as a generator's, so that a change of it can't, either."""
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         """Of random numbers."""
         self._code = code
-        self._known = {id(t): t for t in known}
+        self._known = {id(x): x for x in known}
         self._seen: dict[int, Any] = {}
         self._left: list[tuple[str, Any]] = []
         self._refs: list[tuple[str, weakref.ref[Any]]] = []
@@ -89,6 +89,7 @@ class ReachedState:
         # Live views of all that has contents: to read them is what a step costs.
         self._views: list[Any] = []
         self._places: list[str] = []
+        self._empty: list[Any] = []  # as most of a module's hooks are
         self._owners: list[Any] = []
         self._functions: list[Any] = []
         self._cells: list[Any] = []
@@ -102,7 +103,7 @@ class ReachedState:
     def is_same(self) -> bool:
         """Whether everything is as it was."""
         try:
-            if list(map(len, self._views)) != self._lengths:
+            if any(self._empty) or list(map(len, self._views)) != self._lengths:
                 return False
             now = self._read()
         except RuntimeError:  # another thread writes to a container
@@ -121,6 +122,9 @@ class ReachedState:
             if len(now) != length or not all(map(_is_same_value, now, before)):
                 changed = [name for name, a, b in zip(_names_in(view), now, before) if not _is_same_value(a, b)]
                 return _plain(f"{place}.{changed[0]}" if changed else place)
+        filled = next((x for x in self._empty if x), None)
+        if filled is not None:
+            return f"what was an empty {type(filled).__name__} and has {len(filled)} elements"
         return None if self.is_same() else "a closure, a class, or a value in an array"
 
     def _read(self) -> list[Any]:
@@ -253,9 +257,14 @@ class ReachedState:
         self._left += [(f"{place}.{name}", scope[name]) for name in inside]
 
     def _open_container(self, place: str, value: Any) -> None:
+        if id(value) in self._known:
+            self._left += [(f"{place}[{name!r}]", x) for name, x in value.items()]
+            return
         kind: Any = next(b for b in (types.MappingProxyType, *_CONTAINERS) if issubclass(type(value), b))
         if kind is tuple or kind is frozenset:
             self._left += [(place, x) for x in kind.__iter__(value)]
+        elif type(value) is kind and not value:
+            self._empty.append(value)
         elif kind in (OrderedDict, dict, types.MappingProxyType):
             self._watch(place, kind.values(value), kind.keys(value))
             self._left += [(f"{place}[{k!r}]" if type(k) in PLAIN else place, v) for k, v in kind.items(value)]
