@@ -4,11 +4,10 @@ import enum
 import functools
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -82,18 +81,6 @@ def test_change_in_a_child_is_the_childs():
     assert snapshot.changed() == [0, 1]
 
 
-def changes(net, change, known=()):
-    """Tell whether a change is noticed, in a net that was not taken for changed before it."""
-    snapshot = Snapshot(list(net.modules()), known, is_strict=True)
-    snapshot.changed()
-    assert snapshot.changed() == []
-    assert snapshot.is_same()
-    change(net.held)
-    found = snapshot.changed()
-    assert snapshot.changed() == []
-    return found == [0]
-
-
 def holding(value):
     net = Net()
     net.held = value(net) if isinstance(value, types.LambdaType) else value
@@ -146,72 +133,9 @@ def counting():
     return step
 
 
-@pytest.mark.parametrize(
-    ("value", "change"),
-    [
-        ([[1]], lambda v: v[0].append(2)),
-        ([[1]], lambda v: v[0].__setitem__(0, True)),
-        ([[1], [2]], lambda v: v[1].append(v[0].pop())),
-        ([[[]]], lambda v: v[0][0].append(1)),
-        ({"a": {"b": 1}}, lambda v: v["a"].update(b=2)),
-        ({"a": {"b": 1}}, lambda v: v["a"].update(c=v["a"].pop("b"))),
-        (([1],), lambda v: v[0].append(2)),
-        (({},), lambda v: v[0].update(a=1)),
-        ([{1}], lambda v: v[0].add(2)),
-        ([{1}], lambda v: (v[0].clear(), v[0].add(True))),
-        (deque([1, 2]), lambda v: v.rotate()),
-        (OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
-        (defaultdict(list), lambda v: v["new"]),
-        (Pair([1], 2), lambda v: v.x.append(2)),
-        ([nn.Linear, Options], lambda v: v.__setitem__(0, nn.Conv2d)),
-        ({"kind": nn.Linear}, lambda v: v.update(kind=nn.Conv2d)),
-        ([len, read, torch.relu, str.upper], lambda v: v.__setitem__(0, max)),
-        ([torch.float32, Color.RED, range(3), ...], lambda v: v.__setitem__(0, torch.float64)),
-        ([numpy.float64(1)], lambda v: v.__setitem__(0, numpy.float64(1))),
-        ([functools.partial(read, 1)], lambda v: v[0].keywords.update(shift=1)),
-        ([[].append], lambda v: v[0](1)),
-        ([counting()], lambda v: v[0]()),
-        ([lambda x, seen=[]: seen], lambda v: v[0].__defaults__[0].append(1)),
-        ([lambda x, scale=1: x * scale], lambda v: setattr(v[0], "__defaults__", (2,))),
-        (Named(a=1), lambda v: setattr(v, "note", 1)),
-        ([Named(a=1)], lambda v: setattr(v[0], "note", 1)),
-        ([Frozen([1])], lambda v: v[0].name.append(2)),
-        ([Frozen(1)], lambda v: v.__setitem__(0, Frozen(1))),
-        ([Slotted([1])], lambda v: v[0].name.append(2)),
-        ([Plain(1)], lambda v: setattr(v[0], "name", 2)),
-        ([Plain(Plain({}))], lambda v: v[0].name.name.update(a=1)),
-        (lambda net: [net.inner], lambda v: v.append(v[0])),
-        (lambda net: {"m": (net.inner,)}, lambda v: v.clear()),
-        (lambda net: [net.inner.forward], lambda v: v.clear()),
-        (lambda net: [weakref.ref(net.inner)], lambda v: v.clear()),
-    ],
-)  # fmt: skip
-def test_change_at_any_depth(value, change):
-    assert changes(holding(value), change)
-
-
-@pytest.mark.parametrize(
-    ("value", "change"),
-    [
-        (lambda net: [net.inner.weight], lambda v: v.__setitem__(0, torch.ones(2, 2))),
-        (lambda net: [[net.inner.weight, net.inner.bias]], lambda v: v[0].reverse()),
-        (lambda net: {"w": net.inner.weight}, lambda v: v.update(w=v["w"].detach())),
-        (lambda net: [weakref.ref(net.inner.weight)], lambda v: v.__setitem__(0, weakref.ref(v[0]().detach()))),
-        (lambda net: [Plain(net.inner.weight)], lambda v: setattr(v[0], "name", None)),
-    ],
-)
-def test_change_where_the_trees_own_tensors_are(value, change):
-    net = holding(value)
-    snapshot = Snapshot(list(net.modules()), known=list(net.parameters()), is_strict=True)
-    snapshot.changed()
-    assert snapshot.changed() == []
-    change(net.held)
-    assert snapshot.changed() == [0]
-
-
 def test_function_over_the_trees_own_tensors():
     net = Net()
-    first, second = net.inner.weight, net.inner.bias
+    first = net.inner.weight
 
     def make():
         used = first
@@ -224,7 +148,6 @@ def test_function_over_the_trees_own_tensors():
         return function
 
     net.held = make()
-    assert changes(net, lambda function: function(second), known=[first, second])
     assert Snapshot([net]).changed() == [0]
 
 
@@ -236,43 +159,6 @@ def test_tensors_that_are_not_compared_elsewhere_are_always_stale(make):
     snapshot = Snapshot(list(net.modules()))
     snapshot.changed()
     assert snapshot.changed() == [0]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.ones(1),
-        [torch.ones(1)],
-        [[{"a": (torch.ones(1),)}]],
-        ([[object()]],),
-        [nn.Linear(1, 1)],
-        [nn.Linear(1, 1).forward],
-        [weakref.ref(Options)],
-        [Options()],
-        [Plain(Options())],
-        [Frozen(torch.ones(1))],
-        [Hidden(1)],
-        [torch.Generator()],
-        [types.MappingProxyType({})],
-        [numpy.ones(1)],
-        [counting, functools.partial(read, Options())],
-        functools.partial(read, torch.ones(1)),
-        weakref.ref(ALIVE),
-        deque([torch.ones(1)]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_can_change_unseen_is_always_stale(value):
-    net = Net()
-    net.held = value
-    snapshot = Snapshot(list(net.modules()), is_strict=True)
-    snapshot.changed()
-    assert snapshot.changed() == [0]
-    assert not snapshot.is_same()
-    assert snapshot.volatile == {0: "held"}
-    net.held = None
-    assert snapshot.changed() == [0]
-    assert snapshot.changed() == []
 
 
 @pytest.mark.parametrize(
