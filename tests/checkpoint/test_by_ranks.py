@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.errors import CheckpointContentError, CheckpointError, RankError
+from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointMismatchError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
 from everygpu.ranks.group import join
 from tests.parallel.fully_sharded.training import Net, batch, whole_state
@@ -149,6 +149,13 @@ def faults(folder):
     everygpu.save(folder / "whole", model=model, optimizer=optimizer)
     with pytest.raises(CheckpointContentError, match="is shared out over ranks"):
         everygpu.save(folder / "state", ema=model.state_dict())
+    net, _ = make(None)
+    factored = torch.optim.Adafactor(net.parameters())
+    F.cross_entropy(net(batch(0, 2)[0]), batch(0, 2)[1]).backward()
+    factored.step()
+    everygpu.save(folder / "factored", model=net, optimizer=factored)
+    with pytest.raises(CheckpointMismatchError, match="of another shape than its parameter's, as Adafactor does"):
+        everygpu.load(folder / "factored", model=model, optimizer=torch.optim.Adafactor(model.parameters()))
     saving.MEET_S = 0.2
     if rank == 0:
         with pytest.raises(RankError, match="Call save on all ranks"):

@@ -542,7 +542,13 @@ def _take_own(target: Any, name: str, state: Any) -> Any:
                         f"{tuple(tensor.shape)}. Nothing was loaded; make it with the same parameters, in order."
                     )
             if has_rows:
-                is_part = {k: isinstance(v, Tensor) and is_shard(p) and v.shape == p.shape for k, v in about.items()}
+                tensors = {k: v for k, v in about.items() if isinstance(v, Tensor) and is_shard(p)}
+                if other := next((k for k, v in tensors.items() if v.numel() > 1 and v.shape != p.shape), None):
+                    raise CheckpointMismatchError(
+                        f"load: {name} keeps {cut(other)} of another shape than its parameter's, as Adafactor does, "
+                        f"and torch can't update this where parameters are spread over ranks. Choose another one."
+                    )
+                is_part = {k: k in tensors and v.shape == p.shape for k, v in about.items()}
                 found[key] = {k: part_like(v, p) if is_part[k] else detach(v) for k, v in about.items()}
     return {**state, "state": found} if has_rows else state
 
