@@ -33,12 +33,7 @@ from everygpu.checkpoint.format import (
     read_document,
     sync_path,
 )
-from everygpu.errors import (
-    CheckpointBusyError,
-    CheckpointError,
-    CheckpointForeignError,
-    OptionError,
-)
+from everygpu.errors import CheckpointBusyError, CheckpointError, CheckpointForeignError, OptionError
 
 logger = logging.getLogger("everygpu")
 
@@ -99,9 +94,8 @@ def must_be_writable(path: Path, caller: str) -> Iterator[None]:
     except CheckpointError:  # some of ours are errors of the system as well
         raise
     except OSError as cause:
-        todo = "Make room, or choose another place."
-        if cause.errno == errno.EMFILE:
-            todo = "Close files, or allow more of them, as `ulimit -n 65536` does."
+        more = "Close files, or allow more of them, as `ulimit -n 65536` does."
+        todo = more if cause.errno == errno.EMFILE else "Make room, or choose another place."
         raise CheckpointError(
             f"{caller}: {path} can't be written: {cause}. What was there before is untouched. {todo}"
         ) from cause
@@ -110,8 +104,9 @@ def must_be_writable(path: Path, caller: str) -> Iterator[None]:
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
     """Keep every other saver away until the block ends, in this process and in others; ends with its holder."""
-    if os.path.lexists(path) and not (stat.S_ISREG((found := path.lstat()).st_mode) and found.st_size == 0):
-        raise _in_the_way(path)
+    with suppress(FileNotFoundError):  # where the system has no locks, filelock writes a process id
+        if not stat.S_ISREG(path.lstat().st_mode) or not re.match(rb"\d+\s|$", path.read_bytes()):
+            raise _in_the_way(path)
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(blocking=False)
