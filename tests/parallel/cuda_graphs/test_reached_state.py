@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import random
 import threading
 import weakref
@@ -103,6 +104,28 @@ def test_a_changed_value_counts(recording: Devices, kind: type[Place], way: str)
     if not kind.is_seen and way == "graphs":
         pytest.skip("there the user says that it doesn't change")
     check(kind, way, recording(1), seed=0)
+
+
+@pytest.mark.parametrize("way", ["step", "graphs"])
+def test_a_batchs_number_counts_to_the_last_bit(recording: Devices, way: str) -> None:
+    class Signed(nn.Linear):
+        def forward(self, x: Tensor, sign: float) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * math.copysign(1.0, sign)
+
+    (used,) = recording(1)
+    net = Signed(3, 2).to(used)
+    model = everygpu.DataParallel(net, [used], engine="graphs")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    step = everygpu.TrainStep(model, lambda output, _: output.sum(), optimizer) if way == "step" else None
+    x, found = torch.ones(4, 3, device=used), []
+    for sign in [0.0] * (NUM_WARM_UPS + 2) + [-0.0]:
+        if step is not None:
+            found.append(step((x, sign), x).item())
+        else:
+            loss = model(x, sign).sum()
+            loss.backward()
+            found.append(loss.item())
+    assert found[-1] == -found[-2]
 
 
 @pytest.mark.slow
