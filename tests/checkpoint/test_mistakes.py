@@ -325,7 +325,7 @@ def test_any_metadata_loads_or_is_a_typed_error(tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:load. .*is taken:UserWarning")
 def test_any_metadata_at_length(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
