@@ -295,6 +295,12 @@ def test_iterators_of_a_loader():
         core.remove_worker_pids(id(iterator))
 
 
+def test_seeds_of_workers():
+    first, second = core.numpy_seed_of_worker(7, 0), core.numpy_seed_of_worker(7, 1)
+    assert first == core.numpy_seed_of_worker(7, 0) != second
+    assert all(0 <= word < 2**32 for word in (*first, *second))
+
+
 def test_trees_of_containers():
     tree = {"a": [1, 2.0]}
     leaves, spec = core.tree_flatten(tree)
