@@ -210,7 +210,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._threads.runs_at_once = "replicate" in overrides
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
-        self._first_parameter: Callable[[], Tensor | None] = lambda: None
+        first = next(self.module.parameters(), None)
+        self._first_parameter: Callable[[], Tensor | None] = (lambda: None) if first is None else weakref.ref(first)
 
     def _make_engine(self, overrides: Sequence[str]) -> Engine:
         me = weakref.proxy(self)  # or this would hold itself
