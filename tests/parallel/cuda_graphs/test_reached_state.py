@@ -1,6 +1,7 @@
 """Whatever a step reads, wherever Python keeps it: changed between steps, it counts at the next."""
 
 import functools
+import gc
 import itertools
 import math
 import random
@@ -201,3 +202,35 @@ def test_what_hides_its_state_is_named(value: Any) -> None:
     net = holding([{"deep": value}])
     state = ReachedState([net], (), ExecutedCode())
     assert state.unseen == f"Net.held['deep'] is a {type(value).__qualname__}, whose state can't be seen"
+
+
+def test_garbage_collection_is_no_part_of_a_step() -> None:
+    code = ExecutedCode()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            called.append("finalizer")
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        called.append(phase)
+
+    called: list[str] = []
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        with code.noting():
+            called.clear()
+            Cycle()
+            kept: list[list[int]] = [[] for _ in range(100)]
+            within = list(called)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert len(kept) == 100
+    assert not within
+    assert gc.isenabled()
+    assert not any(f.__name__ in ("note", "__del__") for f in code.functions)

@@ -59,7 +59,7 @@ class ExecutedCode:
     def noting(self) -> Iterator[None]:
         """Note what runs within, in this thread and in replicas'."""
         num = len(self._seen)
-        with profiling(self._note):
+        with profiling(self._note), without_collecting():
             yield
         if len(self._seen) > num or self._closures:
             before = len(self.functions)
@@ -131,6 +131,18 @@ def profiling(profile: Any) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Leave garbage for later: its finalizers, and functions in ``gc.callbacks``, are no part of a step."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def current_profile() -> Any:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on, queueing_on_each
+from everygpu.parallel.cuda_graphs.executed_code import profiling
 from everygpu.progress import running
 from everygpu.torch_private.core import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
 
@@ -279,7 +280,8 @@ def return_memory(devices: Sequence[torch.device]) -> None:
     """
     for d in devices:
         torch.cuda.synchronize(d)
-    gc.collect()
+    with profiling(None):  # what finalizers and callbacks run is no part of a step
+        gc.collect()
     CAPTURE_LOCK.catch_up()
     # Libraries' workspaces: those of the graph are to be its own.
     clear_cublas_workspaces()
