@@ -59,7 +59,7 @@ class ExecutedCode:
     def noting(self) -> Iterator[None]:
         """Note what runs within, in this thread and in replicas'."""
         num = len(self._seen)
-        with profiling(self._note), without_collecting():
+        with without_collecting(), profiling(self._note):
             yield
         if len(self._seen) > num or self._closures:
             before = len(self.functions)
