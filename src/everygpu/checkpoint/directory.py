@@ -70,7 +70,7 @@ def resolve_target(path: Path, is_step: bool = False) -> Path:
             f"{path.with_suffix('')}."
         )
     problem, here = "", Path(os.path.realpath("."))
-    others = sorted(set(os.listdir(target)) - {name for name in (_STAGE, PENDING) if _is_left(target / name)})
+    others = sorted(n for n in os.listdir(target) if not (n in (_STAGE, PENDING) and _is_left(target / n, gone=True)))
     if target.samefile(here):
         problem = "the working directory"
     elif here.is_relative_to(target):
@@ -217,11 +217,17 @@ def _copy_mode(of: Path, to: Path) -> None:
         shutil.copymode(of, to)
 
 
-def _is_left(directory: Path) -> bool:
-    """Whether a saver that was killed has left a directory: it has our mark, or not a byte."""
-    if directory.is_symlink() or not directory.is_dir():
-        return False
-    return is_marked(directory) or all(e.name == DOCUMENT and e.lstat().st_size == 0 for e in directory.iterdir())
+def _is_left(directory: Path, *, gone: bool = False) -> bool:
+    """Whether a saver that was killed has left a directory: it has our mark, or not a byte; ``gone`` if it is none.
+
+    Without the lock it may go at any time: another saver has put it in place, or removed it.
+    """
+    try:
+        if not stat.S_ISDIR(directory.lstat().st_mode):
+            return False
+        return is_marked(directory) or all(e.name == DOCUMENT and e.lstat().st_size == 0 for e in directory.iterdir())
+    except FileNotFoundError:
+        return gone
 
 
 def _in_the_way(path: Path) -> CheckpointForeignError:
