@@ -65,7 +65,7 @@ def test_the_rank_that_fails_is_named():
 SCRIPT = """
 import os, sys, time, everygpu
 def wait():
-    print("begun", os.getpid(), flush=True)
+    os.write(1, f"begun {{os.getpid()}}\\n".encode())
     time.sleep(600)
 {}everygpu.launch(wait, processes=2)
 """

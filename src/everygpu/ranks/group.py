@@ -283,7 +283,7 @@ def join() -> Group | None:
         # A user's group may be NCCL's alone.
         control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
         joined.group, joined.world = Group(membership, control), world
-        Finalize(None, leave, exitpriority=0)  # a user's group, too, has threads that hold our tensors
+        _leave_at_exit()  # a user's group, too, has threads that hold our tensors
         for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
             logger.removeFilter(old)
         logger.addFilter(OncePerRun(membership.rank))
@@ -299,6 +299,7 @@ def join_alone() -> Group | None:
         return None
     membership = Membership(0, 1, 0, 1)
     _make_world(membership)
+    _leave_at_exit()
     world: Any = dist.group.WORLD
     return Group(membership, world)
 
@@ -322,8 +323,6 @@ def _make_world(membership: Membership) -> None:
                 f"ranks: rank {membership.rank} of {membership.size} must find the others, got: {error} Start the "
                 f"script by torchrun, make the process group first, or unset RANK."
             ) from error
-        # At exit, also in processes of multiprocessing, where ``atexit`` calls nothing.
-        Finalize(None, leave, exitpriority=0)
 
 
 def _backend() -> str:
@@ -345,6 +344,12 @@ class _Joined:
     @functools.cache
     def of_this_process() -> "_Joined":
         return _Joined()
+
+
+@functools.cache
+def _leave_at_exit() -> None:
+    """Have ``leave`` called once at exit, also in processes of multiprocessing, where ``atexit`` calls nothing."""
+    Finalize(None, leave, exitpriority=0)
 
 
 def leave() -> None:
