@@ -9,6 +9,7 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
+from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode, is_left_out
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests.parallel.cuda_graphs.forwards import Devices
@@ -87,7 +88,7 @@ def check(kind: type[Place], way: str, used: list[torch.device], seed: int, num_
         for change in range(num_changes + 1):
             if change:
                 place.write(chance.choice(place.values))
-            num = NUM_WARM_UPS + 3 if change == 0 else chance.randrange(1, NUM_WARM_UPS + 5)
+            num = NUM_WARM_UPS + 5 if change == 0 else chance.randrange(1, NUM_WARM_UPS + 5)
             for _ in range(num):
                 x, y = (torch.randn(4, n, generator=generator).to(used[0]) for n in (3, 2))
                 found = captured(x, y)
@@ -202,6 +203,13 @@ def test_what_hides_its_state_is_named(value: Any) -> None:
     net = holding([{"deep": value}])
     state = ReachedState([net], (), ExecutedCode())
     assert state.unseen == f"Net.held['deep'] is a {type(value).__qualname__}, whose state can't be seen"
+
+
+def test_code_of_compilers_is_left_out() -> None:
+    """Of Triton, too, whose kernels sum up several GPUs' gradients in a step."""
+    packages = Path(torch.__file__).parents[1]
+    assert all(is_left_out(str(packages / name)) for name in ("torch/nn/modules/linear.py", "triton/runtime/jit.py"))
+    assert not is_left_out(str(packages / "transformers/modeling_utils.py"))
 
 
 def test_garbage_collection_is_no_part_of_a_step() -> None:

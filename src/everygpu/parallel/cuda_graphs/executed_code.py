@@ -21,12 +21,17 @@ from everygpu.parallel.replicas.remap import MISSING, cell_contents
 from everygpu.torch_private.compiler import compiled_from
 
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
-LEFT_OUT = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen ")
-"""Whose code isn't looked into: torch's settings are guarded, and this package has no say in a step's values."""
+_TORCH = Path(torch.__file__).parent
+LEFT_OUT = (
+    *(str(folder) + os.sep for folder in (_TORCH, _TORCH.with_name("triton"), Path(__file__).parents[2])),
+    "<frozen ",
+)
+"""Whose code isn't looked into: torch's settings are guarded, Triton refuses globals that have changed since a kernel was
+compiled, and this package has no say in a step's values."""
 
 
 def is_left_out(file: str) -> bool:
-    """Whether a file of code is torch's, Python's own, or of this package."""
+    """Whether a file of code is torch's, Triton's, Python's own, or of this package."""
     return file.startswith(LEFT_OUT) or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
