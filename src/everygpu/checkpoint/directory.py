@@ -226,7 +226,7 @@ def _is_left(directory: Path, *, gone: bool = False) -> bool:
         if not stat.S_ISDIR(directory.lstat().st_mode):
             return False
         return is_marked(directory) or all(e.name == DOCUMENT and e.lstat().st_size == 0 for e in directory.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return gone
 
 
