@@ -26,8 +26,8 @@ LEFT_OUT = (
     *(str(folder) + os.sep for folder in (_TORCH, _TORCH.with_name("triton"), Path(__file__).parents[2])),
     "<frozen ",
 )
-"""Whose code isn't looked into: torch's settings are guarded, Triton refuses globals that have changed since it compiled
-a kernel, and this package has no say in a step's values."""
+"""Whose code isn't looked into: torch's settings are guarded, Triton refuses globals that have changed since it has
+compiled a kernel, and this package has no say in a step's values."""
 
 
 def is_left_out(file: str) -> bool:
