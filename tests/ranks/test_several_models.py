@@ -164,6 +164,15 @@ def loss_of(terms, models, bare, batches, mean):
     return total
 
 
+def reached_by(terms):
+    """The models to whose outputs or parameters the backward of these terms comes."""
+    found = set()
+    for kind, i, k, _ in terms:
+        if kind not in ("unused", "penalty"):  # a penalty is left out of some
+            found |= {i, k} if kind in ("product", "chain") else {k if kind == "detached" else i}
+    return found
+
+
 def expect(program, backward, models, rank_of):
     """Go backward on one device: each forward's rows count alike; what is used outside counts by ranks."""
     batches = batches_of(backward)
@@ -219,7 +228,8 @@ def check(seed, num_devices):
             if backward["dropped"] and backward["held"]:
                 for model in (*bare, *own):
                     model.zero_grad()
-            if loss.requires_grad and not backward["held"]:
+            # Held gradients wait for a backward that comes to a parameter.
+            if not backward["held"] and any(not program.frozen[i] for i in reached_by(backward["terms"])):
                 found += differences(bare, own)
         for optimizer in optimizers:
             if optimizer is not None:
