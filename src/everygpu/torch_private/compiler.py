@@ -281,6 +281,45 @@ def open_context_vars(trace: Any) -> list[str]:
     return [var.name for var, values in vars(trace).get(_CONTEXT, ({}, {}))[1].items() if values]
 
 
+@contextlib.contextmanager
+def noted_absences() -> Iterator[None]:
+    """Note which attributes a trace has looked for on Python modules that don't have them: Dynamo has no guards there.
+
+    Dynamo's lock is held meanwhile. ``absences`` returns what was noted.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.variables import PythonModuleVariable
+
+    asked: Any = PythonModuleVariable
+    methods = {name: getattr(asked, name) for name in ("call_obj_hasattr", "var_getattr")}
+
+    def noting(method: Any) -> Any:
+        def look(self: Any, tx: Any, name: str) -> Any:
+            if not hasattr(self.value, name):
+                vars(tx.output).setdefault(_ABSENT, []).append((self.value, name))
+            return method(self, tx, name)
+
+        return look
+
+    with compile_lock:
+        for name, method in methods.items():
+            setattr(asked, name, noting(method))
+        try:
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(asked, name, method)
+
+
+_ABSENT = "everygpu_absences"
+
+
+def absences(trace: Any) -> list[tuple[Any, str]]:
+    """Return Python modules, each with a name that a trace hasn't found there."""
+    found: list[tuple[Any, str]] = vars(trace).get(_ABSENT, [])
+    return found
+
+
 def is_higher_order(func: Any) -> bool:
     """Tell whether a node of a graph calls a function with graphs of its own, such as ``torch.cond``."""
     return isinstance(func, torch._ops.HigherOrderOperator)

@@ -1,11 +1,15 @@
 """When a proof holds for another call: what forward has read is as it was. And what a proof leaves behind: nothing."""
 
+import collections
 import contextlib
 import gc
 import os
+import random
+import sys
 import threading
 import weakref
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch import nn
 
 from everygpu.parallel.compiler.whole_graph import WholeGraph
 from everygpu.torch_private.compiler import cache_entries
+from tests.parallel.cuda_graphs.places import FLOATS, PLACES, InObjectArray, Place, number_of
 
 # Importing torch's compiler warns of torch.jit.
 pytestmark = [
@@ -363,3 +368,99 @@ def test_threads_prove_and_ask_beside_each_other():
     for thread in threads:
         thread.join()
     assert found == {i: ([None, None], [True] * 50, False) for i in range(4)}
+
+
+class ReadsPlace(nn.Module):
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, x):
+        return x * number_of(self.place.read())
+
+
+class FirstOfSet(Place):
+    def __init__(self):
+        self.held = SimpleNamespace(kept={1.0})
+        super().__init__()
+
+    def read(self):
+        return next(iter(self.held.kept))
+
+    def write(self, value):
+        self.held.kept = frozenset([value]) if isinstance(self.held.kept, frozenset) else {value}
+
+
+class OtherOrder(Place):
+    """Another dict with the same keys, in another order."""
+
+    values = FLOATS
+
+    def read(self):
+        return next(iter(self.held))
+
+    def write(self, value):
+        first = collections.OrderedDict.fromkeys(FLOATS)
+        first.move_to_end(value, last=False)
+        self.held = first
+
+
+class Attempted(Place):
+    """A name that wasn't there, which is tried."""
+
+    def __init__(self):
+        self.module = sys.modules[__name__]
+        super().__init__()
+
+    def read(self):
+        try:
+            return sometimes
+        except NameError:
+            return 7.0
+
+    def write(self, value):
+        if "sometimes" in globals():
+            del globals()["sometimes"]
+        else:
+            globals()["sometimes"] = value
+
+    def drop(self):
+        globals().pop("sometimes", None)
+
+
+def check_place(kind, value):
+    """A proof that holds is of a call that does the same."""
+    place = kind()
+    try:
+        module, x = ReadsPlace(place), torch.rand(3, 4)
+        whole_graph = WholeGraph(module)
+        if whole_graph.prove((x,), {}) is not None or kind.is_written:
+            return
+        assert whole_graph.holds((x,), {})
+        before = module(x)
+        place.write(value)
+        assert not whole_graph.holds((x,), {}) or torch.equal(module(x), before)
+    finally:
+        place.drop()
+
+
+KINDS = [*PLACES, FirstOfSet, OtherOrder, Attempted]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_proof_sees_each_change(kind):
+    chance = random.Random(kind.__name__)
+    for value in chance.sample(kind.values, 2):
+        check_place(kind, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_proof_sees_all_changes(kind):
+    for value in kind.values:
+        check_place(kind, value)
+
+
+def test_an_array_is_named():
+    reason = WholeGraph(ReadsPlace(InObjectArray())).prove((torch.rand(3, 4),), {})
+    assert reason == "forward reads NumPy's array module.place.held.array, whose values Dynamo doesn't guard"

@@ -23,7 +23,7 @@ from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests.parallel.cuda_graphs.forwards import Devices
 from tests.parallel.cuda_graphs.forwards import num_recordings as num_of_model
-from tests.parallel.cuda_graphs.places import PLACES, Place, number_of
+from tests.parallel.cuda_graphs.places import PLACES, Code, Place, number_of
 from tests.parallel.replicas.test_snapshot import Color, Frozen, Named, Options, Pair, Plain, Slotted, holding, read
 from tests.step.test_capture import num_recordings as num_of_step
 
@@ -130,6 +130,11 @@ def test_a_batchs_number_counts_to_the_last_bit(recording: Devices, way: str) ->
     assert found[-1] == -found[-2]
 
 
+def test_code_that_a_function_had_before_counts(recording: Devices) -> None:
+    """While it has code that hasn't run yet, nobody looks into it."""
+    check(Code, "must", recording(1), seed=5, num_changes=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [kind for kind in PLACES if kind.is_seen])
@@ -210,6 +215,20 @@ def test_code_of_compilers_is_left_out() -> None:
     packages = Path(torch.__file__).parents[1]
     assert all(is_left_out(str(packages / name)) for name in ("torch/nn/modules/linear.py", "triton/runtime/jit.py"))
     assert not is_left_out(str(packages / "transformers/modeling_utils.py"))
+
+
+@pytest.mark.parametrize("caller", ["triton", "transformers"])
+def test_what_triton_has_written_is_tritons(caller: str) -> None:
+    """To look at a kernel's arguments it makes a function of a string, in a table without a name."""
+    packages, scope, callers = Path(torch.__file__).parents[1], {}, {}
+    exec("def dynamic_func(x):\n    return x, other", scope)
+    source = "def run(f):\n    f.__globals__.update(other=2)\n    return f(1)"
+    exec(compile(source, str(packages / caller / "runtime/jit.py"), "exec"), callers)
+    code = ExecutedCode()
+    with code.noting():
+        callers["run"](scope["dynamic_func"])
+    names = {f.__name__ for f in code.functions}
+    assert names == (set() if caller == "triton" else {"run", "dynamic_func"})
 
 
 def test_garbage_collection_is_no_part_of_a_step() -> None:

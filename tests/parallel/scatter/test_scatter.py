@@ -233,7 +233,7 @@ class TestSubclassesOfTensor:
         made = [self.noise(2, 3).to(device) for device in devices(2)]
         joined = gather(made, made[0].device)
         assert type(joined) is torch.Tensor
-        assert joined.equal(torch.cat([x.as_subclass(torch.Tensor) for x in made]))
+        assert joined.equal(torch.cat([x.as_subclass(torch.Tensor).to(joined.device) for x in made]))
 
     def test_one_that_is_registered_is_cut_and_joined_as_it_says(self, devices):
         class Kept(Noise):

@@ -135,13 +135,13 @@ def _kept(effects: Any, variable: Any) -> list[tuple[Any, str]]:
 
 def _written_name(effects: Any, variable: Any) -> str:
     name = name_of(variable.source) if variable.source is not None else variable.python_type_name()
-    name = _plain(name)
+    name = plain_name(name)
     written = effects.store_attr_mutations.get(variable, {})
     attributes = "/".join(str(key) for key in written if key != "cell_contents")
     return f"{name}.{attributes}" if attributes else name
 
 
-def _plain(source: str) -> str:
+def plain_name(source: str) -> str:
     """Write a source as a person would: ``module.layer.weight``."""
     name = re.sub(r"\.?__dict__\['(\w+)'\]", r".\1", source)
     name = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", name)
@@ -174,13 +174,13 @@ def reason_in_graph(graph: Any) -> str | None:
     """
     written = (n for n in inputs_of(graph) if is_written(n) and is_argument(source_of(n)))
     if (node := next(written, None)) is not None:
-        return f"forward writes to its argument {_plain(source_of(node))}: a recording writes to a copy"
+        return f"forward writes to its argument {plain_name(source_of(node))}: a recording writes to a copy"
     home = _home_of(graph)
     checks: list[Callable[[Any], str | None]] = [_value_reason, _call_reason]
     if home != "cpu":
         on_host = (source_of(n) for n in inputs_of(graph) if _is_on_host(n) and source_of(n) != PROBE)
         if (source := next(on_host, None)) is not None:
-            return f"forward reads {_plain(source)} on the CPU, whose values a recording keeps"
+            return f"forward reads {plain_name(source)} on the CPU, whose values a recording keeps"
         checks.append(_host_reason)
     for node in _calls(graph):
         for check in checks:

@@ -4,13 +4,15 @@ import builtins
 import operator
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, starmap
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,6 +26,8 @@ from everygpu.parallel.compiler.recordable_graph import (
     inputs_of,
     is_argument,
     kept_attributes,
+    name_of,
+    plain_name,
     reads_environment,
     reason_in_graph,
     reason_in_python,
@@ -32,13 +36,16 @@ from everygpu.parallel.compiler.recordable_graph import (
     without_marks,
 )
 from everygpu.parallel.cuda_graphs.guards import torch_settings
+from everygpu.parallel.cuda_graphs.reached_state import bits_of
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.torch_private import is_tried
 from everygpu.torch_private.compiler import (
+    absences,
     cache_entries,
     context_var_reads,
     current_trace,
     drop_code,
+    noted_absences,
     recorded_answers,
     scoped_config,
     traced_code,
@@ -82,6 +89,8 @@ class _Findings:
 
     reason: str | None = None
     sources: list[str] = field(default_factory=list)
+    guarded: list[str] = field(default_factory=list)
+    """Where what Dynamo has guards on is found, as Python."""
     read_rest: Callable[[], list[Any]] = list
     """See ``_rest_reader``."""
     num_subtractions: int = 0
@@ -95,9 +104,9 @@ class _Proof:
     read_tensors: Callable[[dict[str, Any]], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...]
     """All that forward reads beside its arguments: a recording reads these, at their addresses."""
-    read_rest: Callable[[], list[Any]]
+    read_rest: Callable[[dict[str, Any]], list[Any]]
     rest: list[Any]
-    """What Dynamo has no guards on."""
+    """What Dynamo has no guards on, or none that see each change."""
     settings: tuple[Any, ...]
 
 
@@ -149,7 +158,7 @@ class WholeGraph:
         return (
             entry.guard_manager.check(values)
             and all(map(operator.is_, proof.read_tensors(values), proof.tensors))
-            and proof.read_rest() == proof.rest
+            and proof.read_rest(values) == proof.rest
         )
 
 
@@ -176,6 +185,7 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         stack.enter_context(recorded_answers())
         stack.enter_context(without_warnings())
         stack.enter_context(traced_context_vars())
+        stack.enter_context(noted_absences())
         stack.enter_context(scoped_config({**_SETTINGS, "ignore_logging_functions": _SaidOnce()}))
         stack.enter_context(without_marks([*module.parameters(), *module.buffers()]))
         stack.enter_context(without_flattening(module))
@@ -188,35 +198,54 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     if found is None or found.reason is not None:
         drop_code(function.__code__)
         return "torch.compile has left the call out" if found is None else str(found.reason)
-    read_tensors = _tensor_reader(found.sources, function.__globals__)
+    scope = function.__globals__
+    read_tensors = _reader(found.sources, scope)
+    places = list(zip(found.guarded, _reader(found.guarded, scope)(values)))
+    if array := next((name for name, value in places if isinstance(value, np.ndarray)), None):
+        drop_code(function.__code__)
+        return f"forward reads NumPy's array {plain_name(array)}, whose values Dynamo doesn't guard"
+    # Dynamo's guards don't see the order of these, nor that an element became an equal one, as 1 and 1.0 are.
+    coarse = [name for name, value in places if isinstance(value, (OrderedDict, set, frozenset)) and len(value) > 0]
+    read_coarse, read_unguarded = _reader(coarse, scope), found.read_rest
+
+    def read_rest(values: dict[str, Any]) -> list[Any]:
+        return [*read_unguarded(), *map(_exactly, read_coarse(values))]
+
     return _Proof(
         code=function.__code__,
         probe=probe,
         read_tensors=read_tensors,
         tensors=read_tensors(values),
-        read_rest=found.read_rest,
-        rest=found.read_rest(),
+        read_rest=read_rest,
+        rest=read_rest(values),
         settings=torch_settings(),
     )
 
 
-def _tensor_reader(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Tensor, ...]]:
-    """Make what reads tensors where Dynamo has found them: Python over ``L``, what a call gets, and ``G``, globals."""
+def _exactly(value: Any) -> Any:
+    """Return what shows each change of an ordered dict's order, or of a set's elements."""
+    if isinstance(value, OrderedDict):
+        return list(value)
+    return {(type(x), bits_of(x)) for x in value} if isinstance(value, (set, frozenset)) else None
+
+
+def _reader(sources: Iterable[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Make what reads what Dynamo has found: Python over ``L``, what a call gets, and ``G``, globals."""
     items = "".join(f"{source}, " for source in sources)
-    read: Callable[[dict[str, Any]], tuple[Tensor, ...]] = eval(f"lambda L: ({items})", {"G": scope})
+    read: Callable[[dict[str, Any]], tuple[Any, ...]] = eval(f"lambda L: ({items})", {"G": scope})
     return read
 
 
 def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
     """Make what reads what Dynamo takes to stay as it is: of the classes of all objects that a trace has met the number
-    of attributes, and the functions whose code was traced; context variables; the environment, where it is read; and
-    attributes that forward writes, which a recording doesn't, as they have these values already.
+    of attributes, and the functions whose code was traced; context variables; the environment, where it is read; names
+    that Python modules don't have; attributes that forward writes, and a recording doesn't, as they have these values.
     """
     codes, classes = traced_code(trace), {type(value) for value in traced_objects(trace)}
     traced = set(map(id, codes))
     spaces = [vars(base) for base in {base for owner in classes for base in owner.__mro__}]
     places = [(owner, name) for owner in classes for name in dir(owner) if id(_code_of(owner, name)[1]) in traced]
-    context = list(context_var_reads(trace))
+    context, absent = list(context_var_reads(trace)), absences(trace)
     kept = kept_attributes(trace)
     environments = [os.environ] if any(map(reads_environment, codes)) else []
 
@@ -227,6 +256,7 @@ def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
             *starmap(_code_of, places),
             *((type(v), v) for v in values),
             *map(dict, environments),
+            *starmap(hasattr, absent),
             *(vars(of).get(name) for of, name in kept),
         ]
 
@@ -301,6 +331,7 @@ def _inspect(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     if found.reason is not None:
         raise _TracedError  # before what Dynamo would run ahead of the graph: drawing random numbers
     if trace.root_tx.f_code.co_name == _traced_call.__name__:
+        found.guarded = sorted({name for name in map(name_of, trace.guards) if name and "___" not in name})
         found.reason = code_reason(traced_code(trace)) or reason_in_graph(graph)
         found.read_rest = _rest_reader(trace)
     return _stop

@@ -22,10 +22,8 @@ from everygpu.torch_private.compiler import compiled_from
 
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _TORCH = Path(torch.__file__).parent
-LEFT_OUT = (
-    *(str(folder) + os.sep for folder in (_TORCH, _TORCH.with_name("triton"), Path(__file__).parents[2])),
-    "<frozen ",
-)
+_TRITON = str(_TORCH.with_name("triton")) + os.sep
+LEFT_OUT = (*(str(folder) + os.sep for folder in (_TORCH, Path(__file__).parents[2])), _TRITON, "<frozen ")
 """Whose code isn't looked into: torch's settings are guarded, Triton refuses globals that have changed since it has
 compiled a kernel, and this package has no say in a step's values."""
 
@@ -75,7 +73,7 @@ class ExecutedCode:
         code, scope, me = frame.f_code, frame.f_globals, threading.get_ident()
         if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
             self._num_imports[me] = self._num_imports.get(me, 0) + (event == "call") - (event == "return")
-        if event != "call" or self._num_imports.get(me) or is_left_out(code.co_filename) or _is_generated(code, scope):
+        if event != "call" or self._num_imports.get(me) or is_left_out(code.co_filename) or _is_generated(frame):
             return
         if (id(code), id(scope)) not in self._seen:
             self._seen[id(code), id(scope)] = code, scope
@@ -156,10 +154,16 @@ def current_profile() -> Any:
     return profile if isinstance(getattr(profile, "__self__", None), ExecutedCode) else None
 
 
-def _is_generated(code: types.CodeType, scope: dict[str, Any]) -> bool:
-    """Whether code is a method that Python has written for a named tuple, or for a dataclass of a library."""
-    is_string = code.co_filename == "<string>"
-    return is_string and (scope.get("__name__", "").startswith("namedtuple_") or is_left_out(scope.get("__file__", "")))
+def _is_generated(frame: Any) -> bool:
+    """Whether code is a method that Python has written for a named tuple, or for a dataclass of a library; or what
+    Triton has written to look at a kernel's arguments.
+    """
+    if frame.f_code.co_filename != "<string>":
+        return False
+    scope, caller = frame.f_globals, frame.f_back
+    if "__name__" not in scope:
+        return caller is not None and caller.f_code.co_filename.startswith(_TRITON)
+    return scope["__name__"].startswith("namedtuple_") or is_left_out(scope.get("__file__", ""))
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

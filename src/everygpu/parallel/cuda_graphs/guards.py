@@ -71,15 +71,20 @@ class ModuleGuards:
         self._roots, self._others = list(roots), list(others)
         self._layouts = [ModuleTree(root) for root in roots]
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
-        tables = [vars(m)[name] for layout in self._layouts for m in layout.modules for name in TABLES]
-        self.state = None if code is None else ReachedState([*others, *roots], [*self._tensors, *tables], code)
-        self.version = 0 if code is None else code.version
-        """Of the code that is known."""
+        self._code = code
+        self.walk()
         self._dense = [t for t in self._tensors if is_dense(t)]
         frozen = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         self._fixed = [] if code is None else frozen
         self._key = self._guard_key()
         self._addresses = self._find_addresses()
+
+    def walk(self) -> None:
+        """Hold all that is reached now, by the code that is known now."""
+        tables = [vars(m)[name] for layout in self._layouts for m in layout.modules for name in TABLES]
+        known, code = [*self._tensors, *tables], self._code
+        self.state = None if code is None else ReachedState([*self._others, *self._roots], known, code)
+        self.version = 0 if code is None else code.version
 
     def is_current(self, roots: Sequence[nn.Module], others: Sequence[Any], *, addresses: bool = True) -> bool:
         """Tell whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""

@@ -474,8 +474,13 @@ class Capture(Generic[Result]):
             if not is_alone:  # a thread that loads a batch may have, too: again at a later step
                 return None
             found = "the step, or a thread beside it, draws random numbers on the host, which a recording would repeat"
-        if not isinstance(found, str) and self._guards is not None and (change := self._guards.find_change()):
-            found = f"the step writes {change}, which a recording doesn't repeat"
+        if not isinstance(found, str) and self._guards is not None:
+            if change := self._guards.find_change():
+                found = f"the step writes {change}, which a recording doesn't repeat"
+            else:
+                self._guards.walk()  # a function that had other code when this began was not looked into
+                unseen = self._find_unseen(self._guards)
+                found = found if unseen is None or self._must else unseen
         if isinstance(found, str):
             # Recordings of other kinds may have been dropped by this attempt: they are made again.
             if self._kinds.has_recorded and not self._must:
