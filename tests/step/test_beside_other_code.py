@@ -225,7 +225,7 @@ def test_programs(used: tuple[list[torch.device], str], seed: int) -> None:
 
 @pytest.mark.slow
 def test_many_programs(used: tuple[list[torch.device], str]) -> None:
-    for seed in range(100, 200):
+    for seed in range(100, 200 if used[0][0].type == "cpu" else 150):
         run_program(seed, *used)
 
 
@@ -316,7 +316,7 @@ def test_interruptions(used: tuple[list[torch.device], str]) -> None:
 
 @pytest.mark.slow
 def test_many_interruptions(used: tuple[list[torch.device], str]) -> None:
-    check_interruptions(*used, range(1000, 1400))
+    check_interruptions(*used, range(1000, 1400 if used[0][0].type == "cpu" else 1100))
 
 
 def test_ctrl_c_while_new_parameters_are_handed_out(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
