@@ -189,9 +189,27 @@ class FlatParameters:
         return dict(enumerate(self._slots[replica]))
 
     def hand_back_grads(self) -> None:
-        """Give parameters on a single device the gradients of this update so far as their own."""
+        """Give parameters the gradients of this update so far, of all devices, as their own."""
         for i in self.touched():
-            self.params[i].grad = self._grad_slots[0][i]
+            first, *others = [slots[i] for slots in self._grad_slots]
+            for other in others:
+                first.add_(comm.copy(other, first.device))
+            self.params[i].grad = first
+
+    @contextmanager
+    def in_new_leaves(self) -> Iterator[list[dict[int, Tensor]]]:
+        """Have other leaves of the same memory, which count writes together, in place of parameters and twins.
+
+        A tensor's accumulator of gradients, and its stream, last as long as any graph that leads there, such as that of
+        a loss that somebody keeps: a capture needs new ones. Yields each device's new leaves, by the ``id`` of the
+        tensor in whose place each is.
+        """
+        before = [self.params, *self.twins]
+        self.params, *self.twins = [make_twins(row, [t.detach() for t in row]) for row in before]
+        try:
+            yield [dict(zip(map(id, row), now)) for row, now in zip(before, [self.params, *self.twins])]
+        finally:
+            self.params, *self.twins = before
 
     def touched(self, since: list[list[int]] | None = None) -> set[int]:
         """Return the parameters that have got a gradient, on any device."""

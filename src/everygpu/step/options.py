@@ -153,10 +153,11 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False and not own
 
 
-def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> ShardedUpdate:
-    """Choose where gradients are and what applies them, by optimizer and devices."""
-    if not captures:
-        model.give_up_recording("TrainStep was made with capture=False")
+def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks: bool) -> ShardedUpdate:
+    """Choose where gradients are and what applies them, by optimizer and devices.
+
+    ``checks``: each device is to keep copies from step to step.
+    """
     num_devices, ranks = len(model.replica_devices), model.rank_model
     own, counts = own_code(model), [num_devices] if ranks is None else ranks.group.gather(num_devices)
     _check_optimizer(model, optimizer, own, counts)
@@ -178,7 +179,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Sha
         logger.log(level, "TrainStep: %s, so the optimizer steps on %s.", reason, model.replica_devices[0])
         return ShardedUpdate(model, optimizer)
     sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
-    return ShardedUpdate(model, sharded, fixed=captures, settles=is_alone)
+    return ShardedUpdate(model, sharded, fixed=captures, settles=captures and not checks)
 
 
 def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,6 +52,9 @@ class RecordableStep(Recordable[Tensor]):
         self._strategy = strategy
         self._must = must
         self._is_beside = True
+        self._has_own_leaves = True
+        """Whether captures go backward to leaves of their own; not where a loss has parameters that it took before."""
+        self._is_bypassed = False
 
     def roots(self) -> list[nn.Module]:
         return roots_of(self._step.model, self._step.loss)
@@ -97,8 +100,14 @@ class RecordableStep(Recordable[Tensor]):
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
         draw_seeds(self.roots(), self._step.model.replica_devices)
+        bypassed: list[Tensor] = []
+        own_leaves = self._strategy.own_leaves(self.roots(), bypassed) if self._has_own_leaves else nullcontext()
         try:
-            recorded = graph.record(lambda: self._run(batch.read(), prepared))
+            with own_leaves:
+                recorded = graph.record(lambda: self._run(batch.read(), prepared))
+            self._is_bypassed = bool(bypassed)
+            if bypassed:
+                raise CaptureError("the loss has parameters that it took out of the model before")
         finally:
             self._strategy.flat_params.put_back()
         if recorded.update is not None:
@@ -116,6 +125,9 @@ class RecordableStep(Recordable[Tensor]):
         return _Recorded(loss, update.touched, update, norm)
 
     def try_otherwise(self) -> bool:
+        if self._is_bypassed:
+            self._has_own_leaves = self._is_bypassed = False
+            return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
         # doesn't help, other kinds of batches begin with updates beside backward again.
         was_beside, self._is_beside = self._is_beside, not self._is_beside
@@ -124,7 +136,6 @@ class RecordableStep(Recordable[Tensor]):
     def give_up(self, reason: str) -> None:
         self._step._finite_check.wait()  # for kernels' updates that are not to count
         self._strategy.settle()
-        self._step.model.give_up_recording(reason)
 
     def begin(self, recorded: _Recorded) -> bool:
         if not self._strategy.is_ready():
@@ -157,8 +168,7 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
     """Return what records the work of a step, as far as that is made; None where it can't be recorded."""
     model = step.model
     if not strategy.is_spread:
-        logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
-        model.give_up_recording("the optimizer can't be spread")
+        logger.info("TrainStep: whole steps aren't CUDA graphs, as the optimizer can't be spread.")
         return None
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO

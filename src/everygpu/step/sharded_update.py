@@ -2,11 +2,11 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm
@@ -17,6 +17,7 @@ from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replicated
 from everygpu.parallel.reducer import BucketQueue, Reducer, SummedGrads, noting_task
 from everygpu.parallel.replicas.module_tree import has_hooks, place_module
+from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.ranks.group import Group
 from everygpu.step.early_update import EarlyUpdate, UpdateByChunks, UpdateInPlace, can_update_early
@@ -314,6 +315,28 @@ class ShardedUpdate:
         self.flat_params = FlatParameters([], self.flat_params.devices)
 
     # How a step is recorded.
+
+    @contextmanager
+    def own_leaves(self, roots: Sequence[nn.Module], bypassed: list[Tensor]) -> Iterator[None]:
+        """Have a step within go backward to leaves of its own, which modules have in place of their parameters.
+
+        What has a parameter itself, as a loss with a list of them, uses that: ``bypassed`` gets such parameters.
+        """
+        params = self.flat_params.params
+        before = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        try:
+            with self.flat_params.in_new_leaves() as (first, *others), ExitStack() as stack:
+                for root in roots:
+                    stack.enter_context(in_place_of(root, first))
+                if self._replicas is not None:
+                    stack.enter_context(self._replicas.with_leaves(others))
+                yield
+        finally:
+            bypassed += [p for p in params if p.grad is not None]
+            for p, grad in zip(params, before):
+                p.grad = grad
 
     def recorded_state(self, *, has_update: bool) -> Any:
         """Return which addresses, arrangements and options a recording depends on, with the update in it or without."""

@@ -158,7 +158,9 @@ class TrainStep:
         self.accumulate = accumulate
         self.clip_norm = clip_norm
         captures = can_capture(self.model, capture)
-        self._strategy = make_strategy(self.model, optimizer, captures=captures)
+        if capture is False:
+            self.model.give_up_recording("TrainStep was made with capture=False")
+        self._strategy = make_strategy(self.model, optimizer, captures=captures, checks=check_every is not None)
         self._home = self.model.replica_devices[0]
         self._dtype = PRECISIONS[precision]
         self._ranks = self.model.rank_model

@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class ReplicaSet:
         self._devices = list(devices)
         self._strict_device = strict_device
         self._is_interrupted = False
+        self._leaves: list[tuple[int, Sequence[Tensor]]] = []
         self._build()
 
     def refresh(
@@ -108,6 +110,16 @@ class ReplicaSet:
         for p, replica in enumerate(self._replicas, 1):
             replica.num_rows = rows_of.get(p, 0)
         return [self._replicas[p - 1].root if p else self.module for p in positions]
+
+    @contextmanager
+    def with_leaves(self, others: Sequence[Mapping[int, Tensor]]) -> Iterator[None]:
+        """Have replicas use other leaves, those of each device by the ``id`` of what ``make_leaves`` gave."""
+        before = self._leaves
+        self._leaves = [(i, [new.get(id(t), t) for t, new in zip(row, others)]) for i, row in before]
+        try:
+            yield
+        finally:
+            self._leaves = before
 
     def position_of(self, root: nn.Module) -> int | None:
         """Return a replica's place among the devices; None where it is none of these."""
@@ -214,7 +226,7 @@ class ReplicaSet:
     def _broadcast(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the tree's tensors."""
         tensors = self._tree.tensors
-        rows = [{i: copies[r] for i, copies in self._leaves} for r in replicas]
+        rows: list[dict[int, Tensor]] = [{i: copies[r] for i, copies in self._leaves} for r in replicas]
         for members, bucket in self._buckets:
             for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
                 row.update(zip(members, copies))
