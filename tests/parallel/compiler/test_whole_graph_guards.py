@@ -461,6 +461,20 @@ def test_a_proof_sees_all_changes(kind):
         check_place(kind, value)
 
 
+def test_under_a_default_device():
+    """Operators are traced as methods there, among them what tells whether Dynamo is at work."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.rand(3, 4)
+    try:
+        torch.set_default_device("cpu")
+        whole_graph = WholeGraph(module)
+        assert whole_graph.prove((x,), {}) is None
+        assert whole_graph.holds((x,), {})
+        torch.set_default_device("meta")
+        assert not whole_graph.holds((x,), {})
+    finally:
+        torch.set_default_device(None)
+
+
 def test_an_array_is_named():
     reason = WholeGraph(ReadsPlace(InObjectArray())).prove((torch.rand(3, 4),), {})
     assert reason == "forward reads NumPy's array module.place.held.array, whose values Dynamo doesn't guard"

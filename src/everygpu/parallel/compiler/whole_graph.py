@@ -325,7 +325,8 @@ def _inspect(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     """Serve as the backend: look at a trace, and have nothing run."""
     trace = current_trace()
     found: _Findings = trace.root_tx.f_globals["found"]
-    found.num_subtractions = sum(getattr(n.target, "__name__", "") == "sub" for n in graph.graph.nodes)
+    # Under torch.set_default_device, operators are traced as the methods of tensors that they are.
+    found.num_subtractions = sum(getattr(n.target, "__name__", n.target) == "sub" for n in graph.graph.nodes)
     found.sources = [name for name in map(source_of, inputs_of(graph)) if not is_argument(name) and "probe" not in name]
     found.reason = reason_in_python(trace)
     if found.reason is not None:
