@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import CaptureError
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from tests.step.scenarios import once
 from tests.step.test_capture import (
     OPTIMIZERS,

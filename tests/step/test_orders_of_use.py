@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import everygpu
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from tests.parallel.cuda_graphs.forwards import num_recordings as num_of_model
 from tests.step.test_capture import Devices, num_recordings
 

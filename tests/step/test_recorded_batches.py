@@ -38,11 +38,11 @@ class Numbered(Net):
 
 @once
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_COUNTED", 20)
     step = make_step(recording(2), Numbered)
     for number in range(30):
         step(X, Y, number=number)
-    assert len(step._capture._kinds._counts) == 20
+    assert len(step._capture._kinds._times) == 20
     for _ in range(4):
         step(X, Y, number=0)
     assert num_recordings(step) == 1
@@ -174,7 +174,7 @@ def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices, make: Any
 def test_no_more_kinds_than_may_be_are_recorded(
     recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_RECORDINGS", 3)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_CAPTURES", 3)
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(5):
@@ -182,7 +182,21 @@ def test_no_more_kinds_than_may_be_are_recorded(
         assert step._capture is None or num_recordings(step) == 3
 
     check(recording, scenario)
-    assert caplog.text.count("batches of some shapes run without CUDA graphs: 3 are recorded.") == 1
+    assert caplog.text.count("batches of some shapes run without CUDA graphs: there are graphs of 3 others.") == 1
+
+
+@once
+def test_captures_that_are_no_longer_used_make_room(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_CAPTURES", 2)
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for several in ((4, 5), (6, 7), (5, 9)):
+            for _ in range(8):
+                losses += [step(X[:rows], Y[:rows]) for rows in several]
+            assert step._capture is None or num_recordings(step) == 2
+            assert step._capture is None or step.stats().engine == "graphs"
+
+    check(recording, scenario)
 
 
 class Sometimes(Net):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from tests.step import test_capture
 
 Devices = Callable[[int], list[torch.device]]

@@ -13,7 +13,7 @@ from torch import nn
 
 import everygpu
 from everygpu.parallel.cuda_graphs import recorder
-from everygpu.parallel.cuda_graphs.recorder import WINDOW
+from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW
 from everygpu.parallel.engines import table
 from tests.parallel.cuda_graphs.forwards import Devices
 from tests.parallel.test_python_worlds import Attention, ComputedBefore, WithEnums, check, with_dataclasses

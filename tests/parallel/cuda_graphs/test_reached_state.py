@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode, is_left_out
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests.parallel.cuda_graphs.forwards import Devices
 from tests.parallel.cuda_graphs.forwards import num_recordings as num_of_model
 from tests.parallel.cuda_graphs.places import PLACES, Code, Place, number_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import everygpu
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import (
     NUM_STEPS,

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 import everygpu
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.engines import table
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings

@@ -19,6 +19,7 @@ from everygpu.errors import CaptureError, SplitError
 from everygpu.keys import compiled_original
 from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.compiler.whole_graph import WholeGraph
+from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
@@ -28,106 +29,7 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch, Leaves, NotStatic,
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec
 
-NUM_WARM_UPS = 3
-"""Eager steps before one with a batch of that kind is recorded: libraries choose their algorithms meanwhile."""
-
-MAX_RECORDINGS = 128
-"""Kinds of batches that are kept recorded at a time. They share the memory of a step: each further one has its batch,
-its results and what CUDA needs for a graph."""
-
-MIN_FREE = 0.1
-"""Part of a GPU's memory that has to be free for a further kind of batch to be recorded."""
-
-MAX_COUNTED = 1000
-"""Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
-
-MAX_REFUSED = 3
-"""Kinds of batches that couldn't be recorded, after which no further kind is tried; those that could be stay."""
-
-WINDOW = 100
-"""Steps after which it is asked whether their batches were of kinds that had come before."""
-
-MAX_NEW = 0.9
-"""Part of them that may be of kinds that hadn't; if more are, recording is given up: hardly any comes again."""
-
 logger = logging.getLogger("everygpu")
-
-
-class BatchKinds:
-    """Counts the batches of each kind that have come and run without a recording."""
-
-    def __init__(self, name: str, devices: Sequence[torch.device]) -> None:
-        self._name = name
-        self._gpus = [d for d in devices if d.type == "cuda"]
-        self._counts: dict[Any, int] = {}
-        self._noted: set[Any] = set()
-        self._recorded: set[Any] = set()
-        self._refused: set[Any] = set()
-        self._num_seen = self._num_new = 0  # batches in this window
-        self._has_told = False
-
-    def come_again(self, key: Any, *, is_recorded: bool) -> bool:
-        """Note a batch's kind; tell whether batches of a kind come again, as far as is known."""
-        self._num_seen += 1
-        self._num_new += key not in self._counts and not is_recorded
-        if self._num_seen < WINDOW:
-            return True
-        num_new, self._num_seen, self._num_new = self._num_new, 0, 0
-        return num_new <= MAX_NEW * WINDOW
-
-    def is_due(self, key: Any, num_recordings: int) -> bool:
-        """Count a batch that has no recording; tell whether it is to be recorded now."""
-        self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
-        if len(self._counts) > MAX_COUNTED:
-            del self._counts[next(iter(self._counts))]
-        return self._counts[key] > NUM_WARM_UPS and key not in self._refused and self._has_room(key, num_recordings)
-
-    def is_to_be_noted(self, key: Any) -> bool:
-        """Tell, once for a kind, whether to look at what its steps run: by then they have run once."""
-        if self._counts.get(key) != NUM_WARM_UPS - 1 or key in self._noted or len(self._noted) >= MAX_COUNTED:
-            return False
-        self._noted.add(key)
-        return True
-
-    @property
-    def has_recorded(self) -> bool:
-        """Whether batches of some kind could be recorded; the recording may have been dropped, and be made again."""
-        return bool(self._recorded)
-
-    def note_recording(self, key: Any) -> None:
-        """Note that batches of a kind can be recorded."""
-        self._recorded.add(key)
-
-    def refuse(self, key: Any, reason: str) -> None:
-        """Note that batches of a kind can't be recorded, though others can."""
-        self._recorded.discard(key)
-        self._refused.add(key)
-        self.tell(reason)
-
-    def forget(self) -> None:
-        """Count anew."""
-        self._counts.clear()
-        self._recorded.clear()
-        self._refused.clear()
-
-    def tell(self, reason: str) -> None:
-        """Say, once, why batches of some kinds are not recorded, where others are."""
-        if not self._has_told:
-            self._has_told = True
-            logger.warning("%s: batches of some shapes run without CUDA graphs: %s.", self._name, reason)
-
-    def _has_room(self, key: Any, num_recordings: int) -> bool:
-        """Tell whether a further kind may be recorded; the first one always may."""
-        if key not in self._recorded and len(self._refused) >= MAX_REFUSED:
-            return False
-        if num_recordings >= MAX_RECORDINGS:
-            self.tell(f"{MAX_RECORDINGS} are recorded")
-            return False
-        if num_recordings and any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, self._gpus)):
-            self.tell(f"less than {MIN_FREE:.0%} of a GPU's memory is free")
-            return False
-        return True
-
 
 MAX_OPEN = 3
 """Proofs that leave shapes open: one for each way through forward that depends on these."""
@@ -357,19 +259,19 @@ class Capture(Generic[Result]):
             leaves = leaves_of(batch)
             key = describe_batch(batch, self._route, leaves)
         except NotStatic as reason:
-            if self._must or not self._kinds.has_recorded:
+            if self._must or not self._kinds.has_captured:
                 self._give_up(str(reason))
             else:
-                self._kinds.tell(str(reason))
+                self._kinds.tell(f"{reason}.")
             return None
         except SplitError:  # the step itself says so
             return None
         recording = self._recordings.get(key)
-        if not self._kinds.come_again(key, is_recorded=recording is not None) and self._gives_up:
+        if not self._kinds.come_again(key) and self._gives_up:
             self._give_up(f"of {WINDOW} batches hardly any had the shapes of one before")
             return None
         if recording is None:
-            if not self._kinds.is_due(key, len(self._recordings)):
+            if not self._kinds.is_due(key):
                 self._notes_code = not self._proves and self._kinds.is_to_be_noted(key)
                 return None
             if self._proves and not self._proofs.may_find(batch, self._route):
@@ -377,7 +279,7 @@ class Capture(Generic[Result]):
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
         spread_seeds(self._route.devices)
-        return None if recording is None else self._launch(recording, batch, leaves)
+        return None if recording is None else self._launch(key, recording, batch, leaves)
 
     @contextmanager
     def running_eagerly(self) -> Iterator[None]:
@@ -389,13 +291,14 @@ class Capture(Generic[Result]):
         with torch.autograd.set_multithreading_enabled(False), self._code.noting():  # backward, in this thread
             yield
 
-    def _launch(self, recording: _Recording, batch: Batch, leaves: Leaves) -> Result | None:
+    def _launch(self, key: Any, recording: _Recording, batch: Batch, leaves: Leaves) -> Result | None:
         with recording.graph.may_replay() as may_replay:
             if not may_replay or not self._holds(recording) or not self._step.begin(recording.recorded):
                 return None
             recording.batch.write(batch, leaves)
             recording.graph.replay()
             draw_idly(recording.num_idle_draws)
+        self._kinds.note_use(key)
         self._num_launches += 1
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
@@ -466,6 +369,7 @@ class Capture(Generic[Result]):
             self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long{last}")
             return None
         version = self._code.version
+        self._recordings.pop(self._kinds.make_room(), None)
         with DRAW_GATE.alone(_LOADING_S) as is_alone:
             found, has_drawn = self._attempt_all(batch)
         if self._code.version != version:  # what more is read is held from the next step on
@@ -483,7 +387,7 @@ class Capture(Generic[Result]):
                 found = found if unseen is None or self._must else unseen
         if isinstance(found, str):
             # Recordings of other kinds may have been dropped by this attempt: they are made again.
-            if self._kinds.has_recorded and not self._must:
+            if self._kinds.has_captured and not self._must:
                 self._kinds.refuse(key, found)
             else:
                 self._give_up(found)
@@ -491,7 +395,7 @@ class Capture(Generic[Result]):
         if self._guards is not None and not self._recordings:
             self._guards.note_addresses()
         self._recordings[key] = found
-        self._kinds.note_recording(key)
+        self._kinds.note_use(key)
         return found
 
     def _attempt_all(self, batch: Batch) -> tuple[_Recording | str, bool]:
