@@ -1,6 +1,7 @@
 """Which code a step runs: its names say which globals and attributes the step can read."""
 
 import dis
+import functools
 import gc
 import importlib.util
 import inspect
@@ -51,6 +52,7 @@ class ExecutedCode:
         self._closures: dict[int, list[tuple[Any, ...]]] = {}
         self._num_imports: dict[int, int] = {}
         """Which go on in a thread: what they run has run before the next step."""
+        self._is_left_out = functools.cache(is_left_out)
         self._compiled: str | None = None
         """Names code that was compiled where nobody looked."""
 
@@ -70,11 +72,19 @@ class ExecutedCode:
             self.version += len(self._seen) > num or len(self.functions) > before
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        code, scope, me = frame.f_code, frame.f_globals, threading.get_ident()
-        if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
-            self._num_imports[me] = self._num_imports.get(me, 0) + (event == "call") - (event == "return")
-        if event != "call" or self._num_imports.get(me) or is_left_out(code.co_filename) or _is_generated(frame):
+        if event not in ("call", "return"):  # of what is written in C
             return
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib"):
+            if code.co_name == "_find_and_load":
+                me = threading.get_ident()
+                self._num_imports[me] = self._num_imports.get(me, 0) + (1 if event == "call" else -1)
+            return
+        if event == "return" or self._is_left_out(code.co_filename) or self._num_imports.get(threading.get_ident()):
+            return
+        if _is_generated(frame):
+            return
+        scope = frame.f_globals
         if (id(code), id(scope)) not in self._seen:
             self._seen[id(code), id(scope)] = code, scope
             made_from = compiled_from(code)
