@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import gc
 import os
 import random
@@ -181,6 +182,7 @@ SAME = {
     "nothing": lambda m: None,
     "the same number": lambda m: setattr(m, "scale", 2.0),
     "an equal configuration": lambda m: setattr(m, "config", Config()),
+    "a first copy": lambda m: copy.copy(m.config),  # Python notes in its class which slots that has
     "values": lambda m: m.lin.weight.data.zero_(),
     # What comes is not seen: a recording compares addresses, and looks for hooks on tensors, itself.
     "data": lambda m: setattr(m.lin.weight, "data", torch.ones(4, 4)),

@@ -65,6 +65,12 @@ def bits_of(value: Any) -> Any:
     return struct.pack("dd", value.real, value.imag) if type(value) is complex else value
 
 
+def note_slots(kind: type) -> None:
+    """Have Python note a class's slots, as the first copy of an object does: no change of the class, later."""
+    with suppress(Exception):
+        copyreg._slotnames(kind)  # type: ignore[attr-defined]
+
+
 class ReachedState:
     """What is reached from some objects, as it is now.
 
@@ -235,8 +241,7 @@ class ReachedState:
         if _is_library(value.__module__):  # Dynamo changes Module.__init__ when it compiles for the first time
             self._watch(value.__qualname__, _Names(attributes, named))
         else:
-            with suppress(Exception):
-                copyreg._slotnames(value)  # type: ignore[attr-defined]  # which pickling and copying note there
+            note_slots(value)
             self._watch(value.__qualname__, attributes.values(), attributes.keys())
             data = [name for name in named if not isinstance(attributes[name], _DESCRIPTORS)]
             self._left += [(f"{value.__qualname__}.{name}", attributes[name]) for name in data]
