@@ -48,6 +48,34 @@ def an_optimizer_of_before():
     return True
 
 
+def steps_of_optimizers():
+    """torch's optimizers update shards as they do whole parameters, or say which others can."""
+    refused = {"Adafactor": {}, "LBFGS": {}, "Rprop": {}, "SGD": {"fused": True}, "Adagrad": {"fused": True}}
+    ids, y = batch(0, 4)
+
+    def step(module, name, **options):
+        params = [p for p in module.parameters() if p.ndim == 2]  # as Muon has it
+        optimizer = getattr(torch.optim, name)(params, lr=0.01, **options)
+        F.cross_entropy(module(ids), y).backward()
+        optimizer.step(*([lambda: None] if name == "LBFGS" else []))
+        return whole_state(module)
+
+    for name, options in refused.items():
+        todo = r" Leave that out\." if options else ""
+        with pytest.raises(OptimizerError, match=rf"torch's {name} can't .* over ranks.*{todo} AdamW, .* SGD can\."):
+            step(share(Net()), name, **options)
+    names = {name for name in torch.optim.__all__ if name[0].isupper()} - {"Optimizer", "SparseAdam"}
+    others = [(name, {}) for name in sorted(names) if refused.get(name) != {}]
+    for name, options in [*others, ("Adam", {"fused": True}), ("AdamW", {"fused": True})]:
+        found = []
+        for wrap in (share, lambda net: net):
+            torch.manual_seed(0)
+            found.append(step(wrap(Net()), name, **options))
+        atol = 2e-3 if name == "Muon" else 1e-5  # which computes in bfloat16
+        torch.testing.assert_close(*found, rtol=0, atol=atol)
+    return True
+
+
 def values_of_rank_0():
     """All begin with rank 0's values, wherever theirs were from."""
     torch.manual_seed(join().rank)
@@ -288,6 +316,7 @@ CHECKS = (
     two_forwards_before_a_backward,
     parameters_that_come_later,
     an_optimizer_of_before,
+    steps_of_optimizers,
     values_of_rank_0,
     models_that_cannot_be_shared,
     parameters_on_the_meta_device,

@@ -1,5 +1,6 @@
 """Options of sharing a model out, checked, and which of its modules are shared out together."""
 
+import functools
 import gc
 import weakref
 from collections import Counter
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.optim import Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everygpu.errors import ModuleError, OptimizerError, OptionError, RankError
 from everygpu.keys import is_compiled
+from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.ranks.group import Group, join_alone
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -275,6 +278,24 @@ class OldParameters:
 def _optimizers() -> Iterator[Any]:
     # By type: isinstance asks objects for ``__class__``, and some load modules then.
     return (found for found in gc.get_objects() if issubclass(type(found), Optimizer))
+
+
+@functools.cache
+def refuse_steps() -> None:
+    """Have torch's optimizers that can't update shards say so at their steps; else operators inside them do."""
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        is_fused = isinstance(optimizer, (SGD, Adagrad)) and any(g.get("fused") for g in optimizer.param_groups)
+        if not is_fused and not isinstance(optimizer, (Adafactor, LBFGS, Rprop)):
+            return
+        if any(is_shard(p) for group in optimizer.param_groups for p in group["params"]):
+            raise OptimizerError(
+                f"DataParallel: torch's {type(optimizer).__name__} can't update parameters that are sharded over "
+                f"ranks{', with fused=True. Leave that out' if is_fused else ''}. AdamW, Adam, NAdam, RAdam, Adamax, "
+                f"Adagrad, Adadelta, RMSprop, ASGD, Muon and SGD can."
+            )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _has_meta(module: nn.Module) -> bool:

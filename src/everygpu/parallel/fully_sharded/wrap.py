@@ -22,6 +22,7 @@ from everygpu.parallel.fully_sharded.options import (
     check_tensors,
     find_groups,
     num_parameters,
+    refuse_steps,
 )
 from everygpu.parallel.ranks import check_alike, copy_from_first
 from everygpu.ranks.group import Group
@@ -52,6 +53,7 @@ def share_out(group: Group, module: nn.Module, device: torch.device, sharding: S
     apply(module, groups, sharding, mesh, device, prepare=partial(copy_from_first, group))
     fill(module, device)
     old.check()
+    refuse_steps()
     return old
 
 
