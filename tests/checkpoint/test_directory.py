@@ -290,6 +290,8 @@ def test_a_checkpoint_that_is_of_no_run_is_not_resumed_nor_rotated_nor_replaced(
     other = everygpu.save(tmp_path / "step-00000007", model=Net(2))
     run = everygpu.CheckpointManager(tmp_path, keep=1, model=model)
     assert run.resume() == 0
+    with pytest.raises(CheckpointForeignError, match=r"step-00000007 is a checkpoint, but not of a run\. Move it"):
+        run.resume(7)
     assert same_state(dict(model.state_dict()), dict(Net(1).state_dict()))
     for step in (5, 6):
         run.save(step)

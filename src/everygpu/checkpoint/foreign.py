@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.format import cut, damaged, is_utf8, opened, read_json, read_safetensors, require_there
+from everygpu.checkpoint.format import damaged, opened, read_json, read_safetensors, require_there
 from everygpu.checkpoint.parts import Contents, sort_document
+from everygpu.checkpoint.values import cut, is_utf8
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError
 from everygpu.torch_private.core import unflatten
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
-from everygpu.checkpoint.values import DTYPES, dtype_name
+from everygpu.checkpoint.values import DTYPES, cut, dtype_name, is_utf8
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, CheckpointNotFoundError
 
 FORMAT, VERSION = "everygpu", 1
@@ -42,7 +42,6 @@ _SUM = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _PIECE_BYTES = 2**20
 _THREADS = 4
 _LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
-_MAX_SHOWN = 240
 
 Files = Mapping[str, Mapping[str, Tensor]]
 """Tensors by the names of their files, and by their own."""
@@ -216,11 +215,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             raise damaged(path, f"is no valid safetensors file ({cause})") from cause
 
 
-def is_utf8(path: Path) -> bool:
-    """Whether libraries in other languages than Python can open a path."""
-    return str(path).encode(errors="ignore").decode() == str(path)
-
-
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to a file and return its SHA-256, made in a thread of the memory that is being written.
 
@@ -306,13 +300,6 @@ def side_by_side(works: Iterable[Callable[[], _T]]) -> list[_T]:
 def damaged(path: Path, what: str) -> CheckpointDamagedError:
     """Say which file is damaged, and how."""
     return CheckpointDamagedError(f"load: {path} {cut(what)}. Nothing was loaded; take an earlier or another copy.")
-
-
-def cut(text: object) -> str:
-    """Print the beginning of what a file may have made long, without what a terminal or a log would obey."""
-    text = str(text)
-    shown = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text[:_MAX_SHOWN])
-    return shown if len(text) <= _MAX_SHOWN else f"{shown}…"
 
 
 def sync_path(path: Path) -> None:

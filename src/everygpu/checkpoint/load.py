@@ -107,22 +107,19 @@ def load(
     if "model" in targets:
         contents.require_model(path)
     restores = plan_parts(contents, targets, fit)
-    last = []
     if rng and contents.rng is None:
         raise CheckpointMismatchError(
             f"load: {path} has no random states; only checkpoints of everygpu.save do. Leave out rng=True."
         )
-    if rng:
-        last.append(plan_rng_restore(contents.rng))
+    if rng:  # a name that nothing else can have
+        restores["rng"] = plan_rng_restore(contents.rng)
     rest = {name: part for name, part in contents.extras.items() if name not in targets}
     values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()})
-    if not restores and not last and not values and contents.step is None:
+    if not restores and not values and contents.step is None:
         raise OptionError(
             f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
         )
     restore_all(targets, restores)
-    for restore in last:
-        restore()
     return dict(values) if contents.step is None else {**values, "step": contents.step}
 
 

@@ -23,7 +23,7 @@ from everygpu.checkpoint.directory import (
     settle_run,
     step_path,
 )
-from everygpu.checkpoint.format import cut, is_claimed, is_ours
+from everygpu.checkpoint.format import is_claimed, is_ours
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.save import (
     is_spread,
@@ -37,6 +37,7 @@ from everygpu.checkpoint.save import (
 )
 from everygpu.checkpoint.states import check_targets
 from everygpu.checkpoint.stop import stop
+from everygpu.checkpoint.values import cut
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.exit_codes import STOPPED
 from everygpu.ranks.group import joined
@@ -71,8 +72,6 @@ class CheckpointManager:
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
     background saves.
 
-    Raises:
-        OptionError: an option is outside what it may be.
     Source:
         ``torch.save`` into numbered files; here each checkpoint is a directory that is complete before it gets its
         name, and the rotation never removes the last whole one.
@@ -146,13 +145,14 @@ class CheckpointManager:
             CheckpointError: as `everygpu.load` raises it; then nothing was changed.
         """
         self.wait()
-        if step is None and not list_saved(self.directory):
-            self._is_resumed, self._is_clearing = True, False
-            return 0
-        path = self.directory if step is None else step_path(self.directory, _require_step(step, "resume"))
-        loaded = load(path, rng=True, **self._objects)
+        path, found = self.directory, 0
+        if step is not None:
+            path = step_path(self.directory, _require_step(step, "resume"))
+            _require_of_run(path, "resume")
+        if step is not None or list_saved(path):
+            found = load(path, rng=True, **self._objects)["step"]
         self._is_resumed, self._is_clearing = True, False
-        return int(loaded["step"])
+        return found
 
     def save(self, step: int, /, **metrics: Any) -> Path | None:
         """Save a checkpoint, then remove those that need not be kept.
@@ -222,7 +222,7 @@ class CheckpointManager:
 
         The manager can be used again.
         """
-        self._close(None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> "CheckpointManager":
         stop().listen(self)
@@ -231,9 +231,6 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
         if isinstance(error, KeyboardInterrupt):  # the interpreter's end, and the next call, wait: a second ends it now
             return
         try:
@@ -347,13 +344,17 @@ class CheckpointManager:
             with hold_lock(self.directory / LOCK):
                 settle_run(self.directory)
                 saved, path = list_saved(self.directory), step_path(self.directory, step)
-                if is_ours(path) and path not in (s.path for s in saved):
-                    raise CheckpointForeignError(f"save: {path} is a checkpoint, but not of a run. Move it.")
+                _require_of_run(path, "save")
                 run = {"step": step, "serial": max((s.serial for s in saved), default=-1) + 1, "metrics": metrics}
                 write_checkpoint(path, taken, run)
                 keep, best = (1, None) if self._is_clearing else (self.keep, self._best)
                 rotate(self.directory, keep, best)
                 self._is_clearing = False
+
+
+def _require_of_run(path: Path, function: str) -> None:
+    if is_ours(path) and path not in (saved.path for saved in list_saved(path.parent)):
+        raise CheckpointForeignError(f"{function}: {path} is a checkpoint, but not of a run. Move it.")
 
 
 def _number(metric: str, value: Any) -> float:

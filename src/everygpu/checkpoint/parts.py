@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from everygpu.checkpoint.format import cut
+from everygpu.checkpoint.values import cut
 from everygpu.errors import CheckpointMismatchError
 
 EXTRA_STATE = "_extra_state"

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.format import cut
+from everygpu.checkpoint.values import cut
 from everygpu.errors import CheckpointDamagedError
 
 

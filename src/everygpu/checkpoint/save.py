@@ -27,11 +27,8 @@ from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
 from everygpu.ranks.group import Group, join, joined
 from everygpu.ranks.membership import is_main
 
-BEGIN_S = 600.0
-"""How long other ranks wait for rank 0 to begin to write, as NCCL's collectives wait for a rank that is late."""
-
 MEET_S = 600.0
-"""How long ranks wait for one that doesn't save, as NCCL's collectives would."""
+"""How long ranks wait for one that doesn't come to save, as NCCL's collectives would."""
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
@@ -265,7 +262,7 @@ def wait_for_main(key: str) -> None:
     group = joined()
     if group is None:
         return
-    group.read_note(f"begin to {key}", BEGIN_S)
+    group.read_note(f"begin to {key}", MEET_S)
     found = json.loads(group.read_note(key))
     if found is None:
         return

@@ -25,9 +25,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everygpu import keys
-from everygpu.checkpoint.format import MODEL, TRAINING, cut
+from everygpu.checkpoint.format import MODEL, TRAINING
 from everygpu.checkpoint.parts import EXTRA_STATE, KNOWN, Contents, Kind, Part, find_state
-from everygpu.checkpoint.values import Json, encode, identity
+from everygpu.checkpoint.values import Json, cut, encode, identity
 from everygpu.errors import (
     CheckpointContentError,
     CheckpointError,
@@ -86,20 +86,15 @@ def kind_of(value: object) -> Kind:
 
 def check_parts(parts: Mapping[str, object], function: str) -> None:
     """Refuse a model, an optimizer or a scheduler that is nothing of the kind, or under a misspelt name."""
-    for name in parts.keys() - {*KNOWN}:
+    for name, part in parts.items():
+        kind, got = kind_of(part), type(part).__qualname__
         near = get_close_matches(name, KNOWN, n=1, cutoff=0.8)
-        if near and near[0] not in name and kind_of(parts[name]) != "plain":
+        if near and near[0] not in name and kind != "plain":
+            raise CheckpointContentError(f"{function}: {name} is a {got}. Did you mean {near[0]}=?")
+        if name in KNOWN and kind != ("module" if name == "model" else "state_dict"):
+            what = "a torch.nn.Module" if name == "model" else "an object with state_dict and load_state_dict"
             raise CheckpointContentError(
-                f"{function}: {name} is a {type(parts[name]).__qualname__}. Did you mean {near[0]}=?"
-            )
-    for name in parts.keys() & {*KNOWN}:
-        kind, what = ("module", "a torch.nn.Module")
-        if name != "model":
-            kind, what = ("state_dict", "an object with state_dict and load_state_dict")
-        if kind_of(parts[name]) != kind:
-            raise CheckpointContentError(
-                f"{function}: {name} must be {what}, got {type(parts[name]).__qualname__}. Pass the object itself, "
-                f"not its state."
+                f"{function}: {name} must be {what}, got {got}. Pass the object itself, not its state."
             )
 
 
@@ -126,9 +121,7 @@ def has_shards(part: Any) -> bool:
 
 def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Tensor]]) -> Json:
     """Turn the states of all parts into JSON, putting their tensors aside under `MODEL` and `TRAINING`."""
-    names: dict[int, str] = {}
-    for name, parameter in _parameters(parts).items():
-        names.setdefault(id(parameter), name)
+    names = {id(p): name for name, p in reversed(_parameters(parts).items())}  # of several names the first
     encoded = {}
     for name, value in parts.items():
         kind, group = kind_of(value), tensors[MODEL if name == "model" else TRAINING]
@@ -138,11 +131,17 @@ def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Te
         groups = getattr(value, "param_groups", None)
         if kind == "state_dict" and isinstance(groups, list) and _group_sizes(groups) is not None:
             part["parameters"] = [[names.get(id(p)) for p in group["params"]] for group in groups]
-        if kind == "module":  # a model's tensors are stored under the very names it has for them
-            state, path = _module_state(unwrap(cast(nn.Module, value))), "" if name == "model" else name
-            part["state"] = {about: encode(entries, path, group) for about, entries in state.items()}
+        of = cast(Any, value)
+        if kind == "module":
+            model = unwrap(of)
+            state = cast(Any, model.state_dict())
+            cleaned, paths = clean_names(model, state), _paths_of_versions(model, state)
+            values = {cleaned[key]: entry for key, entry in state.items()}
+            # Modules read their own version from here to understand old states (BatchNorm, for one).
+            versions = {clean: dict(state._metadata[path]) for path, clean in paths.items()}
+            path = "" if name == "model" else name  # its tensors are stored under the very names it has for them
+            part["state"] = {"values": encode(values, path, group), "versions": encode(versions, path, group)}
         else:
-            of = cast(Any, value)
             state = of.get_state() if kind == "generator" else of.state_dict() if kind == "state_dict" else of
             part["state"] = encode(state, name, group)
         encoded[name] = part
@@ -162,10 +161,8 @@ def plan_parts(contents: Contents, targets: Mapping[str, Any], fit: Fit) -> dict
     parameters = _parameters(targets)
     named = {there: parameters[here] for there, here in own_names.items() if here in parameters}
     # What is checked least is restored first, the model last.
-    rest = [name for name in targets if name not in modules]
-    rest.sort(key=lambda name: name in KNOWN)
     planned = {}
-    for name in rest:
+    for name in sorted([name for name in targets if name not in modules], key=KNOWN.__contains__):
         with _explained(name, targets[name]):
             planned[name] = _plan(name, targets[name], _require_part(contents, name, targets[name]), named)
     return planned | restores
@@ -209,7 +206,8 @@ def restore_all(targets: Mapping[str, Any], restores: Mapping[str, Restore]) -> 
     before: dict[str, Restore] = {}
     try:
         for name, restore in restores.items():
-            target, kind = targets[name], kind_of(targets[name])
+            target: Any = targets.get(name)
+            kind = kind_of(target)
             if kind == "generator":
                 before[name] = partial(target.set_state, target.get_state())
             elif kind == "state_dict":  # torch's own replace their state, and need no copy of it
@@ -329,17 +327,6 @@ def _paths_of_versions(model: nn.Module, state: Any) -> dict[str, str]:
     return {path: known.get(f"{path}." if path else "", f"{path}.").rstrip(".") for path in versions}
 
 
-def _module_state(model: nn.Module) -> dict[str, Any]:
-    """Return a module's values by name and the versions of its parts, without prefixes of wrappers."""
-    state = model.state_dict()
-    names, paths = clean_names(model, state), _paths_of_versions(model, state)
-    return {
-        "values": {names[name]: value for name, value in state.items()},
-        # Modules read their own version from here to understand old states (BatchNorm, for one).
-        "versions": {clean: dict(state._metadata[path]) for path, clean in paths.items()},  # type: ignore[attr-defined]
-    }
-
-
 def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Restore, dict[str, str]]:
     """Check that a state fits a module; return what changes the module, and its clean names by the saved ones."""
     values, own = state["values"], model.state_dict()
@@ -357,22 +344,19 @@ def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Res
     matched = match_names(saved, own_names)
     pairs = {there: own_names[here] for there, here in matched.items()}
     # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
-    found = {bare_key(path): version for path, version in state["versions"].items()} | dict(state["versions"])
+    named = {bare_key(path): version for path, version in state["versions"].items()} | dict(state["versions"])
     versions: OrderedDict[str, dict[str, Any]] = OrderedDict()
     own_versions = getattr(own, "_metadata", {})
     for path, clean in _paths_of_versions(model, own).items():
         there = f"{prefix}{clean}".rstrip(".")
-        entry = found.get(there) or found.get(bare_key(there)) or {}
+        entry = named.get(there) or named.get(bare_key(there)) or {}
         version, known = entry.get("version"), own_versions[path].get("version")
         if entry and (isinstance(version, int | None) or type(version) is type(known)):  # the module compares the two
             versions[path] = dict(entry)
-    left_out = _check_fit(
-        part,
-        {there: _difference(there, values[saved[there]], own[here]) for there, here in pairs.items()},
-        sorted(own.keys() - pairs.values() - _made_by_torch(model, versions, set(pairs.values()))),
-        sorted(saved.keys() - pairs.keys()),
-        fit,
-    )
+    found = ((new, _difference(new, values[saved[new]], own[here])) for new, here in pairs.items())
+    left_out = {new: what for new, what in found if what is not None}
+    made = _made_by_torch(model, versions, set(pairs.values()))
+    _check_fit(part, left_out, sorted(own.keys() - pairs.values() - made), sorted(saved.keys() - pairs.keys()), fit)
     loaded: OrderedDict[str, Any] = OrderedDict()
     for new, there in saved.items():
         if new not in left_out:  # a module copies tensors into its own, and keeps extra state as it is given
@@ -417,11 +401,9 @@ def _difference(name: str, saved: object, own: object) -> str | None:
     return None
 
 
-def _check_fit(
-    part: str, differences: Mapping[str, str | None], missing: list[str], unknown: list[str], fit: Fit
-) -> Set[str]:
-    """Refuse names and shapes that differ more than they may; return the names that are to be left out."""
-    shapes = [f"{name}: {what}" for name, what in differences.items() if what is not None]
+def _check_fit(part: str, differences: Mapping[str, str], missing: list[str], unknown: list[str], fit: Fit) -> None:
+    """Refuse names and shapes that differ more than they may."""
+    shapes = [f"{name}: {what}" for name, what in differences.items()]
     missing, unknown = (missing, unknown) if fit.strict else ([], [])
     refused = [] if fit.ignore_mismatched else shapes
     if missing or unknown or refused:
@@ -435,7 +417,6 @@ def _check_fit(
         )
     if shapes:
         logger.warning("load: Tensors of %s keep their values%s", part, _listed("of another shape", shapes))
-    return {name for name, what in differences.items() if what is not None}
 
 
 def _listed(title: str, lines: list[str]) -> str:

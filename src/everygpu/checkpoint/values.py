@@ -30,6 +30,8 @@ DTYPES = {
 }
 """What safetensors calls torch's types of elements."""
 
+_MAX_SHOWN = 240
+_WORDS = range(-(2**63), 2**63)
 _MAX_INT_BITS = 14_000
 """Python refuses to read or write longer decimal numbers: ``sys.get_int_max_str_digits``."""
 
@@ -79,9 +81,8 @@ def identity(tensor: Tensor) -> object:
 def check_storable(tensor: Tensor, name: str) -> None:
     """Refuse tensors whose elements are not plain memory, or of a dtype that safetensors lacks."""
     tensor = local_part(tensor)
-    shown = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in name)
     problem = None
-    if name.encode(errors="ignore").decode() != name or name == "__metadata__":  # half of a surrogate pair
+    if not is_utf8(name) or name == "__metadata__":  # half of a surrogate pair
         problem = "has a name that safetensors can't write"
     elif is_lazy(tensor):
         problem = "was not made yet by its lazy module"
@@ -96,7 +97,19 @@ def check_storable(tensor: Tensor, name: str) -> None:
     elif dtype_name(tensor) not in DTYPES:
         problem = f"is of {tensor.dtype}, which safetensors lacks"
     if problem is not None:
-        raise CheckpointContentError(f"save: the tensor at {shown} {problem}. Turn it into an ordinary one first.")
+        raise CheckpointContentError(f"save: the tensor at {cut(name)} {problem}. Turn it into an ordinary one first.")
+
+
+def is_utf8(text: object) -> bool:
+    """Whether libraries in other languages than Python can take a name or a path."""
+    return str(text).encode(errors="ignore").decode() == str(text)
+
+
+def cut(text: object) -> str:
+    """Print the beginning of what a file may have made long, without what a terminal or a log would obey."""
+    text = str(text)
+    shown = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text[:_MAX_SHOWN])
+    return shown if len(text) <= _MAX_SHOWN else f"{shown}…"
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -118,8 +131,9 @@ def _encode(value: object, path: str, tensors: dict[str, Tensor], names: dict[ob
             return items
         return {tag or "$dict": [[_encode_key(key, path), item] for key, item in items.items()]}
     if isinstance(value, tuple | list):
-        found = [
-            item if _is_json(item) else _encode(item, _join(path, i), tensors, names) for i, item in enumerate(value)
+        found = [  # lists of random states are long
+            x if type(x) is int and x in _WORDS else _encode(x, _join(path, i), tensors, names)
+            for i, x in enumerate(value)
         ]
         return {"$tuple": found} if isinstance(value, tuple) else found
     if type(value) is numpy.ndarray:
@@ -171,11 +185,6 @@ def _encode_scalar(value: object, path: str) -> Json:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     raise _unstorable(value, path)
-
-
-def _is_json(value: object) -> bool:
-    """Tell quickly that JSON holds a value as it is: lists of random states and parameters are long."""
-    return type(value) is str or (type(value) is int and value.bit_length() <= _MAX_INT_BITS)
 
 
 def _unstorable(value: object, path: str) -> CheckpointContentError:
