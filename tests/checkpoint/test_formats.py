@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import everygpu
-from everygpu.checkpoint.foreign import find_model_file, format_of, read_foreign
+from everygpu.checkpoint.foreign import format_of, read_foreign
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 from tests.checkpoint.models import same_state
 
@@ -46,7 +46,7 @@ def test_a_directory_with_a_model_under_a_usual_name(tmp_path: Path, name: str) 
 def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
-    assert find_model_file(tmp_path) == tmp_path / "model.safetensors"
+    assert same_state(dict(read_foreign(tmp_path).require_model("")), STATE)
 
 
 def test_our_own_directories_are_not_foreign_even_when_damaged(tmp_path: Path) -> None:

@@ -107,11 +107,7 @@ class _Task:
         self._running.acquire()
 
     def start(self) -> None:
-        """Begin the work; again, where an interrupt cut the first call off.
-
-        At the interpreter's end the work is done here: a thread begun in ``atexit`` would not be waited for, and
-        Python 3.12 and later refuse to begin one.
-        """
+        """Begin the work; again, where an interrupt cut the first call off; here where no thread can begin any more."""
         if not self._is_started and not self._start_thread():
             self._run()
         self._is_started = True
@@ -166,11 +162,7 @@ class _Task:
 
 
 class SnapshotMemory:
-    """Host memory for one snapshot, kept from one to the next, pinned where tensors come from GPUs.
-
-    Fresh memory is slow: the system clears each page when it is first touched, and pins it. So a copy into
-    memory that was used before takes a fraction of the first.
-    """
+    """Host memory for one snapshot, pinned where tensors come from GPUs; kept, as the system clears and pins slowly."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -195,11 +187,7 @@ class SnapshotMemory:
             self.release()
 
     def copy(self, taken: Taken) -> Callable[[], Taken]:
-        """Copy a run's state, over the one before; return what waits until it has arrived, and gives it.
-
-        Equal views are copied once. Tensors on GPUs are copied in the order of their device's current stream: what is
-        launched there afterwards may change them at once.
-        """
+        """Copy a run's state on the current streams, over the one before; return what waits until it has arrived."""
         unique = {identity(t): t for tensors in taken.files.values() for t in tensors.values()}
         devices = {t.device for t in unique.values() if t.is_cuda}
         self._reserve(sum(map(_padded_bytes, unique.values())), is_pinned=bool(devices))
@@ -222,11 +210,7 @@ class SnapshotMemory:
         return wait
 
     def _reserve(self, num_bytes: int, is_pinned: bool) -> None:
-        """Map memory of exactly this size, if there is less, and lock it in place: GPUs write to it by themselves.
-
-        Source:
-            ``cudaHostRegister``. ``Tensor.pin_memory`` would round the size up to a power of two.
-        """
+        """Map memory of exactly this size, where ``pin_memory`` takes a power of two, and lock it in place for GPUs."""
         if num_bytes > self._memory.numel():
             self.release()
             memory = mmap.mmap(-1, num_bytes)

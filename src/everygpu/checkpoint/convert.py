@@ -50,9 +50,16 @@ def convert(
             f"convert: {destination.name} ends with {destination.suffix or 'nothing'}, of which no format is known. "
             f"Choose one of {', '.join(_SUFFIXES)}."
         )
-    _check_destination(destination, overwrite)
+    if destination.exists() and (not overwrite or destination.is_dir()):
+        todo = "Choose a file" if overwrite else "Pass --overwrite to replace it"
+        raise OptionError(f"convert: {destination} exists. {todo}.")
     contents = read_any(source, section=section)
-    model = _renamed(contents.require_model(source), strip_prefix)
+    saved = contents.require_model(source)
+    if strip_prefix and not any(name.startswith(strip_prefix) for name in saved):
+        starts = sorted({f"{name.split('.')[0]}." for name in saved if "." in name})
+        known = ", ".join(map(repr, starts[:8])) or "none"
+        raise OptionError(f"convert: No name begins with the prefix {strip_prefix!r}. They begin with {known}.")
+    model = rename(saved, lambda name: name.removeprefix(strip_prefix))
     versions = contents.parts["model"].state["versions"]
     versions = {f"{path}.".removeprefix(strip_prefix).rstrip(".") if path else "": v for path, v in versions.items()}
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
@@ -72,25 +79,6 @@ def convert(
         left_out=tuple(sorted(map(repr, left_out))),
         notes=contents.notes,
     )
-
-
-def _check_destination(destination: Path, overwrite: bool) -> None:
-    if not destination.exists():
-        return
-    if not overwrite or destination.is_dir():
-        raise OptionError(
-            f"convert: {destination} exists. {'Choose a file' if overwrite else 'Pass --overwrite to replace it'}."
-        )
-
-
-def _renamed(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    if prefix and not any(name.startswith(prefix) for name in model):
-        starts = sorted({f"{name.split('.')[0]}." for name in model if "." in name})
-        raise OptionError(
-            f"convert: No name begins with the prefix {prefix!r}. They begin with "
-            f"{', '.join(map(repr, starts[:8])) or 'none'}."
-        )
-    return rename(model, lambda name: name.removeprefix(prefix))
 
 
 def _write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:

@@ -126,10 +126,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(target: Path, *, is_file: bool = False, is_locked: bool = False) -> Iterator[Path]:
-    """Yield an empty directory, or the path of a file; what is written there replaces the target when the block ends.
-
-    Whenever the process dies, the old one is whole, or the new one is. Files keep their modes.
-    """
+    """Yield an empty directory, or a file's path; what is written there replaces the target at the end, or never."""
     for parent in reversed([target.parent, *target.parent.parents]):
         if not parent.exists():
             parent.mkdir(exist_ok=True)
@@ -218,10 +215,7 @@ def _copy_mode(of: Path, to: Path) -> None:
 
 
 def _is_left(directory: Path, *, gone: bool = False) -> bool:
-    """Whether a saver that was killed has left a directory: it has our mark, or not a byte; ``gone`` if it is none.
-
-    Without the lock it may go at any time: another saver has put it in place, or removed it.
-    """
+    """Whether a killed saver left a directory: our mark, or not a byte; ``gone`` if another saver has moved it."""
     try:
         if not stat.S_ISDIR(directory.lstat().st_mode):
             return False
@@ -267,10 +261,7 @@ def is_run_directory(path: Path) -> bool:
 
 
 def list_saved(directory: Path) -> list[Saved]:
-    """List a run's checkpoints, the one written last first; what only has the name of one is left out.
-
-    A damaged one stands first if its step is beyond those of all others, else last.
-    """
+    """List a run's checkpoints, the one written last first, before it damaged ones of later steps."""
     if not directory.is_dir():
         return []
     paths = [entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)]
@@ -294,10 +285,7 @@ def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
 
 
 def rotate(directory: Path, keep: int, best: Best | None) -> None:
-    """Remove all but the newest checkpoints and the best ones; nothing else may be saving in the directory.
-
-    The one that was written last is whole, as its digests were made while it was written: so one always is.
-    """
+    """Remove all but the newest checkpoints, of which the last written one is whole, and the best ones."""
     saved = list_saved(directory)
     readable = [s for s in saved if s.is_readable]
     stay = {s.path for s in readable[:keep]}

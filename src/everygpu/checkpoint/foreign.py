@@ -67,7 +67,9 @@ def read_foreign(path: Path, section: str | None = None) -> Contents:
 def list_files(path: Path) -> tuple[Any, ...]:
     """Name a foreign checkpoint's format, what to read, and the files that it consists of."""
     require_there(path)
-    file = find_model_file(path) if path.is_dir() else path
+    file: Path | None = path
+    if path.is_dir() and not (path / METADATA).is_file():
+        file = next((path / name for name in _MODEL_FILES if (path / name).is_file()), None)
     if file is None:
         names = sorted(entry.name for entry in path.iterdir())
         shown = f": {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else ""
@@ -79,13 +81,6 @@ def list_files(path: Path) -> tuple[Any, ...]:
     if words == "torch.distributed.checkpoint":
         return words, file, file / METADATA, *sorted(entry for entry in file.glob("*.distcp") if entry.is_file())
     return words, file, file, *(sorted(set(_weight_map(file).values())) if words == "sharded, with an index" else ())
-
-
-def find_model_file(directory: Path) -> Path | None:
-    """Find a model under one of the usual names; the directory itself for a distributed checkpoint."""
-    if (directory / METADATA).is_file():
-        return directory
-    return next((directory / name for name in _MODEL_FILES if (directory / name).is_file()), None)
 
 
 def format_of(path: Path) -> Format:
@@ -107,11 +102,8 @@ def format_of(path: Path) -> Format:
     for magic, (what, advice) in _OTHERS.items():
         if head.lstrip().startswith(magic):
             raise _refused(path, f"is {what}", advice)
-    raise _refused(
-        path,
-        "is of no format that is known here",
-        "Pass a file of torch.save, a safetensors file, or a directory with such files.",
-    )
+    advice = "Pass a file of torch.save, a safetensors file, or a directory with such files."
+    raise _refused(path, "is of no format that is known here", advice)
 
 
 def find_archive_fault(path: Path) -> str | None:
@@ -164,11 +156,8 @@ def read_torch(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
         if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-            raise _refused(
-                path,
-                "is a TorchScript archive, which holds code",
-                "Where you trust it, save its weights: torch.save(torch.jit.load(path).state_dict(), new).",
-            )
+            advice = "Where you trust it, save its weights: torch.save(torch.jit.load(path).state_dict(), new)."
+            raise _refused(path, "is a TorchScript archive, which holds code", advice)
         # torch.load takes a name that ends so for another format; mapped, a compressed tensor would be what it packs.
         is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
         can_map = is_stored and path.suffix != ".safetensors" and is_utf8(path)
@@ -192,12 +181,10 @@ def _weight_map(path: Path) -> dict[str, Path]:
     shards = {}
     for name, shard in weight_map.items():
         # A link in the directory may lead out of it, as in the Hugging Face cache. A name must not.
-        is_plain = isinstance(shard, str) and re.fullmatch(r"[^/\\\0]+", shard) and shard not in (".", "..")
-        if not is_plain:
+        if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+", shard) or shard in (".", ".."):
             raise damaged(path, f"puts {cut(repr(name))} into {cut(repr(shard))}, which is no name of a file beside it")
         shards[name] = path.parent / shard
-    missing = sorted({shard.name for shard in shards.values() if not shard.is_file()})
-    if missing:
+    if missing := sorted({shard.name for shard in shards.values() if not shard.is_file()}):
         raise damaged(path, f"lists {len(missing)} shards that are not beside it, {missing[0]} for one")
     return shards
 
@@ -207,17 +194,13 @@ def _explain(path: Path, message: str) -> CheckpointError:
     wanted = _WANTED.search(message)
     if wanted is None and _FRAME not in message:
         return damaged(path, f"can't be read by torch's restricted unpickler ({_first_line(message)})")
-    what = "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing"
-    advice = (
-        "Where you trust the file, read it with torch.load(path, weights_only=False), and save it anew: "
-        "torch.save(state_dict, new_path)."
-    )
     if wanted is not None:
-        what = f"wants to run {wanted[1].rstrip('.')}"
-        advice = (
-            "Ask for a file with only a state_dict; if you know this name to be harmless, allow "
-            "it with torch.serialization.add_safe_globals before loading."
-        )
+        advice = "Ask for a file with only a state_dict, or allow this name, where you know it to be harmless, with "
+        advice += "torch.serialization.add_safe_globals before loading."
+        return _refused(path, f"wants to run {wanted[1].rstrip('.')}", advice)
+    advice = "Where you trust the file, read it with torch.load(path, weights_only=False), and save it anew with "
+    advice += "torch.save(state_dict, new_path)."
+    what = "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing"
     return _refused(path, what, advice)
 
 

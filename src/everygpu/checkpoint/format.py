@@ -216,12 +216,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to a file and return its SHA-256, made in a thread of the memory that is being written.
-
-    Source:
-        ``safetensors.torch.save_file``, after which the file would have to be read to be hashed; which also holds all
-        tensors of GPUs in host memory at once, and wants copies of what overlaps.
-    """
+    """Write tensors, one at a time in host memory, as safetensors; return the SHA-256, made in a thread meanwhile."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names, end = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)), 0  # each is aligned so
     for name in names:

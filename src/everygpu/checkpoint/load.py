@@ -124,13 +124,7 @@ def load(
 
 
 def read_any(path: Path, *, verify: bool = True, section: str | None = None) -> Contents:
-    """Read a checkpoint of any format; its tensors are on the CPU, and may be backed by the files.
-
-    Args:
-        path: One of ours, a run's directory, of which the newest whole one is read, or what `read_foreign` takes.
-        verify: Whether to compare every byte with its digest.
-        section: The name of the state dict to take for the model's, where it is not the usual one.
-    """
+    """Read a checkpoint of any format, a run's newest whole one, or of a file the state dict named ``section``."""
     require_there(path)
     if is_run_directory(path):
         contents = _read_run(path, verify)

@@ -118,15 +118,7 @@ def is_spread(parts: Mapping[str, object]) -> bool:
 
 
 def take(parts: Mapping[str, object], dealt_as: str | None = None) -> Taken:
-    """Take the states of objects and of the random generators, without copying tensors.
-
-    Args:
-        parts: What is saved, by name.
-        dealt_as: The key of this save, where the parts are shared out over ranks: all ranks call it, each for the files
-            that it writes.
-    Raises:
-        CheckpointContentError: a part has no place in a checkpoint.
-    """
+    """Take the states of objects and of the random generators, without copying; ``dealt_as``: the key of all ranks."""
     check_parts(parts, "save")
     if reserved := LOAD_OPTIONS & parts.keys():
         raise CheckpointContentError(
@@ -147,10 +139,7 @@ def take(parts: Mapping[str, object], dealt_as: str | None = None) -> Taken:
 
 
 def _deal(document: Mapping[str, Any], tensors: Files, key: str) -> Taken:
-    """Put tensors together one at a time, each in the memory of the rank that writes it; all ranks call it.
-
-    From then on ranks leave each other notes, and need no collective: they may write while training goes on.
-    """
+    """Put tensors together one at a time, each in the memory of the rank that writes it; all ranks call it."""
     group = join()
     if group is None:
         raise RankError("save: the process group has ended, and tensors are shared out over its ranks. Save before.")
@@ -199,7 +188,7 @@ def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = N
 
 
 def write_together(taken: Taken, write: Callable[[], object]) -> None:
-    """Write a checkpoint on all ranks: rank 0 calls ``write``, and is waited for; what it raises, all raise."""
+    """Write a checkpoint on all ranks, without collectives, beside training: rank 0 by ``write``; all raise alike."""
     if taken.group is not None and taken.group.rank != 0:
         _write_part(taken, taken.group)
     write_once(taken.key, write)

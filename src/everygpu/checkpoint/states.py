@@ -270,10 +270,7 @@ def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 
 
 def find_prefix(names: Iterable[str], expected: Collection[str]) -> str:
-    """Find the prefix under which there are more than half of the expected names, as Lightning's ``model.``.
-
-    Segments of wrappers count for nothing. Empty where the names fit at least as well without.
-    """
+    """Find the prefix with more than half of the expected names, as Lightning's ``model.``; none if they fit so."""
     wanted = {bare_key(name) for name in expected}
     bare = [bare_key(name) for name in names]
     starts = ((name, [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]) for name in bare)
@@ -429,10 +426,7 @@ def _listed(title: str, lines: list[str]) -> str:
 
 
 def class_name(value: object) -> str | None:
-    """Name an optimizer's or a scheduler's class, by which its state is known; None for any other object.
-
-    A wrapper counts as the optimizer inside, a subclass of one of torch's classes as that class.
-    """
+    """Name the class of torch's that an optimizer or a scheduler is, or wraps; else its own; None for other objects."""
     if not isinstance(value, Optimizer | LRScheduler):
         return None
     found = (getattr(value, name, None) for name in _INNER if isinstance(value, Optimizer))

@@ -2,6 +2,8 @@
 
 JSON has no tuples, no keys but strings, no nan and no bytes. Those become an object with a single key that
 begins with ``$``; a dict of the user's with such a key, or one that is no string, becomes a list of pairs.
+Subclasses come back as the type they derive from, but for OrderedDict and Counter. Equal views of memory are put aside
+once.
 """
 
 import base64
@@ -37,12 +39,7 @@ _MAX_INT_BITS = 14_000
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """Turn a value into JSON, putting its tensors aside under names; they appear as ``{"$tensor": name}``.
-
-    Subclasses come back as the type they derive from (a namedtuple as tuple, an IntEnum as int, a
-    defaultdict as dict), except OrderedDict and Counter, which are kept. A Parameter comes back as Tensor.
-    ``path`` says where the value stands, dotted. Equal views of the same memory are put aside once.
-    """
+    """Turn a value, which stands at a dotted path, into JSON with ``{"$tensor": name}`` for tensors put aside."""
     names = {identity(tensor): name for name, tensor in tensors.items()}
     try:
         return _encode(value, path, tensors, names)
