@@ -80,9 +80,7 @@ def resolve_target(path: Path, is_step: bool = False) -> Path:
     elif others and not is_step and not is_ours(target):
         problem = f"a directory with {others[0]!r} in it and no checkpoint of everygpu. Nothing was changed"
     if problem:
-        raise CheckpointForeignError(
-            f"save: {str(path)!r} is {problem}. Choose a directory inside, for instance {path / 'last'}."
-        )
+        raise CheckpointForeignError(f"save: {str(path)!r} is {problem}. Choose for instance {path / 'last'}.")
     return target
 
 
@@ -96,9 +94,7 @@ def must_be_writable(path: Path, caller: str) -> Iterator[None]:
     except OSError as cause:
         more = "Close files, or allow more of them, as `ulimit -n 65536` does."
         todo = more if cause.errno == errno.EMFILE else "Make room, or choose another place."
-        raise CheckpointError(
-            f"{caller}: {path} can't be written: {cause}. What was there before is untouched. {todo}"
-        ) from cause
+        raise CheckpointError(f"{caller}: {path} can't be written: {cause}. The old is untouched. {todo}") from cause
 
 
 @contextmanager
@@ -239,8 +235,7 @@ class Saved:
     path: Path
     step: int
     serial: int = -1
-    """Counts the run's saves: the highest was written last, also after the run went back to an earlier step. -1 where
-    the checkpoint can't be read, or a file is of another size than it should be."""
+    """Counts the run's saves, also after it went back to an earlier step; -1 where the checkpoint can't be read."""
     metrics: dict[str, float]
     problem: str = ""
     """What is wrong where it can't be read."""

@@ -120,7 +120,12 @@ def find_archive_fault(path: Path) -> str | None:
 
 def _read(path: Path, words: Format) -> Any:
     if words == "safetensors":
-        return _with_aliases(path, read_safetensors(path))
+        tensors = read_safetensors(path)
+        with opened(path) as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        # Other names of a tensor, which ``safetensors.torch.save_model`` has there.
+        names = {k: n for k, n in header.get("__metadata__", {}).items() if k not in (*tensors, "format")}
+        return tensors | {alias: tensors[name] for alias, name in names.items() if name in tensors}
     if words == "torch.save":
         return read_torch(path)
     if words == "torch.distributed.checkpoint":
@@ -139,14 +144,6 @@ def _read(path: Path, words: Format) -> Any:
         if not isinstance(contents[shard], dict) or not isinstance(contents[shard].get(name), Tensor):
             raise damaged(shard, f"lacks {cut(repr(name))}, which the index puts there")
     return {name: contents[shard][name] for name, shard in shards.items()}
-
-
-def _with_aliases(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the names that ``safetensors.torch.save_model`` has in the header, of tensors stored under another name."""
-    with opened(path) as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    names = {k: n for k, n in header.get("__metadata__", {}).items() if k not in (*tensors, "format") and n in tensors}
-    return tensors | {alias: tensors[name] for alias, name in names.items()}
 
 
 def read_torch(path: Path) -> Any:

@@ -41,10 +41,11 @@ _TENSOR_FILE = re.compile(r"(model|training)(-\d{5}-of-\d{5})?\.safetensors(\.in
 _SUM = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _PIECE_BYTES = 2**20
 _THREADS = 4
-_LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
 
 Files = Mapping[str, Mapping[str, Tensor]]
 """Tensors by the names of their files, and by their own."""
+Advance = Callable[[int], object]
+"""Called with the number of bytes that were read since the last call."""
 _T = TypeVar("_T")
 
 
@@ -135,7 +136,7 @@ def write_document(directory: Path, files: Files, digests: Mapping[str, str], do
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}  # as Transformers has it
             write_text(f"{stem}.safetensors.index.json", json.dumps(index, indent=1))
     libraries = {"python": platform.python_version()}
-    for name in _LIBRARIES:
+    for name in ("everygpu", "torch", "safetensors", "numpy"):
         with suppress(PackageNotFoundError):
             libraries[name] = version(name)
     sizes = {name: (directory / name).stat().st_size for name in sorted(digests)}
@@ -150,9 +151,7 @@ def read_document(directory: Path) -> dict[str, Any]:
     path = locate(directory, DOCUMENT)
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointForeignError(
-            f'load: {path} doesn\'t name the "format" everygpu. Pass a checkpoint that everygpu.save wrote.'
-        )
+        raise CheckpointForeignError(f'load: {path} has no "format" everygpu. Pass what everygpu.save has written.')
     number, files = document.get("version"), document.get("files")
     if type(number) is not int or number < 1:
         raise damaged(path, "has no version")
@@ -168,9 +167,7 @@ def read_document(directory: Path) -> dict[str, Any]:
     return document
 
 
-def find_altered(
-    directory: Path, document: Mapping[str, Any], advance: Callable[[int], object] = lambda num_bytes: None
-) -> list[CheckpointDamagedError]:
+def find_altered(directory: Path, document: Mapping[str, Any], advance: Advance) -> list[CheckpointDamagedError]:
     """Compare every byte of a checkpoint with ``SHA256SUMS``; return what is wrong with each faulty file."""
 
     def hash_file(name: str) -> str:

@@ -86,18 +86,14 @@ def load(
         (a module as its names and tensors); and the ``step`` of a manager's checkpoint.
     Raises:
         CheckpointNotFoundError: there is nothing at the path.
-        CheckpointForeignError: it is of no format that is known, or can't be read without executing what
-            is in it, or is of a newer format.
+        CheckpointForeignError: it is of no known format, or of a newer one, or would have to be executed.
         CheckpointDamagedError: a file is missing, cut off or altered.
         CheckpointBusyError: savers replaced the checkpoint again and again while it was read.
-        CheckpointMismatchError: names, shapes, parameter groups or an optimizer's or scheduler's class differ, or a
-            part was not saved.
+        CheckpointMismatchError: names, shapes, parameter groups or classes differ, or a part was not saved.
         CheckpointContentError: a target can't be loaded into.
-        OptionError: the path is none, or empty; or nothing is asked for, and there are
-            no extras to return.
+        OptionError: the path is none, or empty; or nothing is asked for, and there are no extras to return.
     Source:
-        ``torch.load(weights_only=True)`` and ``Module.load_state_dict``, which changes tensors before it has checked
-        all of them.
+        ``torch.load(weights_only=True)``; ``Module.load_state_dict``, which changes tensors before it has checked all.
     """
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in known.items() if target is not None} | extras
@@ -109,16 +105,14 @@ def load(
     restores = plan_parts(contents, targets, fit)
     if rng and contents.rng is None:
         raise CheckpointMismatchError(
-            f"load: {path} has no random states; only checkpoints of everygpu.save do. Leave out rng=True."
+            f"load: {path} has no random states: it is of another program. Leave out rng=True."
         )
     if rng:  # a name that nothing else can have
         restores["rng"] = plan_rng_restore(contents.rng)
     rest = {name: part for name, part in contents.extras.items() if name not in targets}
     values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()})
     if not restores and not values and contents.step is None:
-        raise OptionError(
-            f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
-        )
+        raise OptionError(f"load: There is nothing to load into, nor to return from {path}. Pass model=model.")
     restore_all(targets, restores)
     return dict(values) if contents.step is None else {**values, "step": contents.step}
 
@@ -175,9 +169,7 @@ def _read_steadily(path: Path, verify: bool) -> Contents:
         else:
             if _stamp(path) == before:
                 return contents
-    raise CheckpointBusyError(
-        f"load: {path} was replaced {_MAX_READS} times while it was read. Load it while nothing is saving there."
-    )
+    raise CheckpointBusyError(f"load: {path} was replaced {_MAX_READS} times while it was read. Wait for the savers.")
 
 
 def _stamp(directory: Path) -> list[object]:
@@ -196,7 +188,7 @@ def read_native(directory: Path, verify: bool = False) -> Contents:
     document = read_document(directory)
     if not verify:
         logger.info("load: %s is read without comparing it with its SHA-256.", directory)
-    elif altered := find_altered(directory, document):
+    elif altered := find_altered(directory, document, lambda num_bytes: None):
         raise altered[0]
     model, training = (read_tensors(directory, document, stem) for stem in (MODEL, TRAINING))
     try:

@@ -59,10 +59,9 @@ class CheckpointManager:
                 train(x, y)
                 run.save(step, accuracy=0.9)  # every 500th, and the last one when the block ends
 
-    Under torchrun rank 0 writes what it has, and the others wait: in `save` until it is written, or, with
-    ``asynchronous=True``, copied; in `resume`, `latest`, `best`, `wait` and `close` until it is written. What fails is
-    raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All ranks load the same
-    files: the directory must be one that all machines see.
+    Under torchrun rank 0 writes what it has, and the others wait until it is written, or, with ``asynchronous=True``,
+    copied; what fails is raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All
+    machines must see the directory.
 
     SIGTERM and SIGUSR1, on any rank, end a run, in the ``with`` block or after the first save, at the next `save`: it
     is written whatever ``every`` says, and the exit code is 143. A second signal ends the process at once, and one that
@@ -93,13 +92,11 @@ class CheckpointManager:
         Args:
             directory: Of this run alone; made at the first save.
             keep: How many of the newest checkpoints stay, 1 or more.
-            every: `save` does its work at steps that are multiples of it.
-            best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it stay too, for
-                instance ``("accuracy", "max", 3)``. Of equal ones the earlier is better.
-            asynchronous: Whether `save` copies the state to host memory and writes it in a thread, while
-                training goes on. The memory, one copy of the state, is kept until `close`.
-            overwrite: Whether a run that has not resumed removes the checkpoints of an earlier one, as its own first
-                one is written. Without it that is an error.
+            every: `save` does its work at multiples of it.
+            best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it stay too. Of equal ones
+                the earlier is better.
+            asynchronous: Whether `save` writes a copy of the state in a thread; its memory is kept until `close`.
+            overwrite: Whether a run that has not resumed removes the checkpoints of an earlier one at its first save.
             **objects: What is saved and resumed, by name: ``model=``, ``optimizer=``, ``scheduler=``, ``data=``, and
                 any other object with state_dict and load_state_dict, or torch.Generator.
         Raises:
@@ -137,8 +134,7 @@ class CheckpointManager:
         """Load the newest checkpoint that is whole into the objects, and the random states; or that of a step.
 
         Args:
-            step: Of the checkpoint to load; by default the newest. If that is damaged, the newest whole one
-                before it is taken, with a warning that names the damage.
+            step: Of the checkpoint to load; by default the newest that is whole, with a warning of damaged ones.
         Returns:
             Its step; 0 where the directory has no checkpoints.
         Raises:
@@ -158,16 +154,12 @@ class CheckpointManager:
         """Save a checkpoint, then remove those that need not be kept.
 
         Args:
-            step: Counts what the caller likes, batches or epochs; 0 or more. What is no multiple of ``every`` is saved
-                if it is the last one when the block ends.
-            **metrics: Numbers to choose the best checkpoint by. A `Meter` is synced over ranks first. Those that are
-                not finite are left out.
+            step: Of batches or epochs, 0 or more. What is no multiple of ``every`` is saved when the block ends.
+            **metrics: Numbers to choose the best by, or a `Meter`, synced over ranks. Only finite ones count.
         Returns:
-            The checkpoint's path; None if nothing was due. With ``asynchronous=True`` it is there when
-            `wait` returns.
+            The checkpoint's path, where it is once `wait` returns; None if nothing was due.
         Raises:
-            CheckpointError: as `everygpu.save` raises it, here or in the background since the last call; or the
-                directory has checkpoints and was not resumed.
+            CheckpointError: as `everygpu.save` raises it, also in the background; or the run was not resumed.
             OptionError: the step is no whole number from 0 on, a metric no number, or ``best`` has another name.
             SystemExit: with 143, once it is written, where a signal has asked for that.
         """
@@ -183,13 +175,13 @@ class CheckpointManager:
                 self._require_resumed()
             return None
         self._save(step, metrics)
+        path = step_path(self.directory, step)
         if is_last:
             self.wait()
             stop().is_ending, stop().heard = True, None
-            path = step_path(self.directory, step)
             logger.warning("%s is saved: the run ends with exit code %d, as a signal asks.", path, STOPPED)
             raise SystemExit(STOPPED)
-        return step_path(self.directory, step)
+        return path
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose files are there in full size; None if there is none."""
@@ -197,13 +189,7 @@ class CheckpointManager:
         return next((saved.path for saved in list_saved(self.directory) if saved.is_readable), None)
 
     def best(self) -> Path | None:
-        """Return the checkpoint that is best by the metric of ``best``, of equal ones the earlier.
-
-        Returns:
-            Its path; None if no checkpoint has the metric.
-        Raises:
-            OptionError: the manager was made without ``best``.
-        """
+        """Return the best checkpoint by the metric of ``best=``, without which it is an error; None if none has it."""
         self._settle()
         if self._best is None:
             raise OptionError("best: No metric is known. Write CheckpointManager(directory, best=('loss', 'min', 1)).")
@@ -218,10 +204,7 @@ class CheckpointManager:
             wait_for_main(key)
 
     def close(self) -> None:
-        """Save the last step if it was not due, wait, and give the memory for snapshots back.
-
-        The manager can be used again.
-        """
+        """Save the last step if it was not due, wait, and free the memory for snapshots; it can be used again."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> "CheckpointManager":
@@ -361,9 +344,7 @@ def _number(metric: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)  # float warns of a loss with a graph
     except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
-        raise OptionError(
-            f"save: The metric {metric} is {cut(repr(value))}, no number. Pass a float, or leave it out."
-        ) from cause
+        raise OptionError(f"save: The metric {metric} is {cut(repr(value))}, no number. Leave it out.") from cause
 
 
 def _require_step(step: Any, function: str) -> int:

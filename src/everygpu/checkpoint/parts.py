@@ -95,7 +95,8 @@ def sort_document(document: Any, words: str, section: str | None) -> Contents:
     }
     parts: dict[str, Part] = {}
     for part, names in _OTHER_NAMES.items():
-        found = {name: _only(extras[name]) for name in names if name in extras}
+        found = {name: extras[name] for name in names if name in extras}
+        found |= {name: of[0] for name, of in found.items() if isinstance(of, list) and len(of) == 1}
         is_one = is_optimizer_state if part == "optimizer" else lambda value: isinstance(value, Mapping)
         if (own := next(filter(lambda name: is_one(found[name]), found), None)) is not None:
             del extras[own]
@@ -175,10 +176,6 @@ def _explain_choice(document: Mapping[Any, Any], sections: list[str]) -> str:
 def _belongs(name: Any, value: Any) -> bool:
     """Tell whether an entry of a state dict is a module's."""
     return isinstance(value, Tensor) or str(name).endswith(EXTRA_STATE)
-
-
-def _only(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _model_part(state: Mapping[str, Any]) -> Part:

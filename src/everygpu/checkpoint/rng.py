@@ -15,10 +15,10 @@ from everygpu.errors import CheckpointDamagedError
 
 def take_rng_states(with_cuda: bool = True) -> dict[str, Any]:
     """Return the states of every generator in use, without drawing from any; CUDA's where it is in use."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": _to_bytes(torch.get_rng_state())}
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
     states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
     if with_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
     return states
 
 
@@ -57,10 +57,6 @@ def rng_states_kept(with_cuda: bool = True) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-def _to_bytes(state: Tensor) -> bytes:
-    return bytes(state.tolist())
 
 
 def _to_tensor(state: Any) -> Tensor:

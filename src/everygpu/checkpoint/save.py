@@ -24,7 +24,7 @@ from everygpu.checkpoint.states import LOAD_OPTIONS, check_parts, encode_parts, 
 from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
-from everygpu.ranks.group import Group, join, joined
+from everygpu.ranks.group import join, joined
 from everygpu.ranks.membership import is_main
 
 MEET_S = 600.0
@@ -45,16 +45,14 @@ def save(
     """Save a training run to a directory, so that either the old checkpoint or the new one is there.
 
     The directory holds ``model.safetensors``, ``training.safetensors`` (all other tensors), ``checkpoint.json``
-    (structure, plain values, random states) and ``SHA256SUMS``. They are written beside their places and synced, and
-    replace those of the old checkpoint when all are complete. Other files in the directory are left alone, such as the
+    (structure, plain values, random states) and ``SHA256SUMS``. Other files in it are left alone, such as the
     ``config.json`` by which Transformers reads ``model.safetensors``::
 
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
     Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
     under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
-    A model that is shared out, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks, each some
-    files with whole tensors.
+    A model that is shared out, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks.
 
     Args:
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
@@ -68,13 +66,12 @@ def save(
             dict at any depth; or an object with state_dict and load_state_dict (a GradScaler, a
             `Feeder`), or a torch.Generator.
     Returns:
-        The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
-        ``.bin``, ``.safetensors``.
+        The path; where it ends as that of a file, such as ``.pt``, a warning says that it is a directory.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load`;
             nothing was written.
-        CheckpointForeignError: something else than a checkpoint is at the path, or a file of others has the name of one
-            to write, or it is a mount point, the working directory or one around it; it is left alone.
+        CheckpointForeignError: the path has files of others, or is a mount point, the working directory or one around
+            it; it is left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
         CheckpointBusyError: another saver is writing to the path; its save goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
@@ -83,9 +80,7 @@ def save(
         ``torch.save``, which writes a pickle over the old file; safetensors for the tensors.
     """
     if others:
-        raise CheckpointContentError(
-            "save: What is saved has a name, and the path comes first: save(path, model=model)."
-        )
+        raise CheckpointContentError("save: What is saved has a name; the path comes first: save(path, model=model).")
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts = {name: part for name, part in known.items() if part is not None} | extras
     if not parts:
@@ -121,9 +116,7 @@ def take(parts: Mapping[str, object], dealt_as: str | None = None) -> Taken:
     """Take the states of objects and of the random generators, without copying; ``dealt_as``: the key of all ranks."""
     check_parts(parts, "save")
     if reserved := LOAD_OPTIONS & parts.keys():
-        raise CheckpointContentError(
-            f"save: {min(reserved)!r} is an option of load. Choose another name for what is saved."
-        )
+        raise CheckpointContentError(f"save: {min(reserved)!r} is an option of load. Choose another name.")
     tensors: dict[str, dict[str, Tensor]] = {MODEL: {}, TRAINING: {}}
     encoded = encode_parts(parts, tensors)
     document = {"parts": encoded, "rng": encode(take_rng_states(), "rng", {})}
@@ -189,26 +182,18 @@ def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = N
 
 def write_together(taken: Taken, write: Callable[[], object]) -> None:
     """Write a checkpoint on all ranks, without collectives, beside training: rank 0 by ``write``; all raise alike."""
-    if taken.group is not None and taken.group.rank != 0:
-        _write_part(taken, taken.group)
+    group, note = taken.group, f"{taken.key}: directory"  # which is not there where rank 0 has failed to make it
+    if group is not None and group.rank != 0 and (made := group.find_first_note(note, taken.key)) is not None:
+        directory, note = Path(json.loads(made)), f"{taken.key}: files of rank {group.rank}"
+        try:
+            if not directory.is_dir():
+                raise CheckpointError(f"save: {directory} must be on a file system that all ranks share, not rank 0's.")
+            group.leave_note(note, json.dumps(write_tensors(directory, _own_files(taken))))
+        except BaseException as error:
+            group.leave_note(note, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+            if group.find_note(taken.key) is None:  # else rank 0 has failed, and removed the directory
+                raise
     write_once(taken.key, write)
-
-
-def _write_part(taken: Taken, group: Group) -> None:
-    """Write this rank's files, when rank 0 has made the directory; not where it fails to."""
-    directory = group.find_first_note(f"{taken.key}: directory", taken.key)
-    if directory is None:
-        return
-    directory = json.loads(directory)
-    note = f"{taken.key}: files of rank {group.rank}"
-    try:
-        if not Path(directory).is_dir():
-            raise CheckpointError(f"save: {directory} must be on a file system that all ranks share, not rank 0's.")
-        group.leave_note(note, json.dumps(write_tensors(Path(directory), _own_files(taken))))
-    except BaseException as error:
-        group.leave_note(note, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
-        if group.find_note(taken.key) is None:  # else rank 0 has failed, and removed the directory
-            raise
 
 
 def _own_files(taken: Taken) -> Files:

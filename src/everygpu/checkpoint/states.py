@@ -3,9 +3,8 @@
 Putting back is planned first and done later: planning checks everything that can be checked and changes
 nothing, so that a load either changes all its targets or none.
 
-A module's state goes by name, without what wrappers put in front: ``torch.compile`` adds ``_orig_mod.``, DataParallel
-and DistributedDataParallel add ``module.``. They are removed where the wrapper that adds them is found, at the top or
-inside, so that a user's own submodule called ``module`` keeps its name.
+A module's state goes by name, without what wrappers put in front: that is removed where the wrapper is found, at the
+top or inside, so that a user's own submodule called ``module`` keeps its name.
 """
 
 import logging
@@ -28,12 +27,7 @@ from everygpu import keys
 from everygpu.checkpoint.format import MODEL, TRAINING
 from everygpu.checkpoint.parts import EXTRA_STATE, KNOWN, Contents, Kind, Part, find_state
 from everygpu.checkpoint.values import Json, cut, encode, identity
-from everygpu.errors import (
-    CheckpointContentError,
-    CheckpointError,
-    CheckpointForeignError,
-    CheckpointMismatchError,
-)
+from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, CheckpointMismatchError
 from everygpu.keys import bare_key, match_names
 from everygpu.parallel.fully_sharded.shards import is_shard, part_like, take_parts
 from everygpu.torch_private.core import NormBase

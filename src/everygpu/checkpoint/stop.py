@@ -73,14 +73,12 @@ class Stop:
         self._restore()
 
     def find_last(self, key: str, num_calls: int) -> int | None:
-        """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's.
-
-        Any rank may have heard a signal: it leaves a note for rank 0, which leaves one for all. Between two calls lies
-        a step, in which all ranks exchange gradients: each finds the note in its next call.
-        """
+        """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's."""
         group = joined()
         if group is None:
             return None if self.heard is None else num_calls
+        # Any rank may have heard a signal: it leaves a note for rank 0, which leaves one for all. Between two calls lies
+        # a step, in which all ranks exchange gradients: each finds the note in its next call.
         if group.rank != 0:
             if self.heard is not None:
                 group.leave_note(f"{key}: signal", f"{signal.Signals(self.heard).name} on rank {group.rank}")

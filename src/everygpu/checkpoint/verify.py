@@ -1,16 +1,13 @@
 """Find all faults of a checkpoint, without loading it into a model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from everygpu.checkpoint.directory import is_run_directory, list_saved
 from everygpu.checkpoint.foreign import find_archive_fault, list_files, read_foreign
-from everygpu.checkpoint.format import FORMAT, find_altered, is_claimed, read_document, require_there
+from everygpu.checkpoint.format import FORMAT, Advance, find_altered, is_claimed, read_document, require_there
 from everygpu.checkpoint.load import read_native
 from everygpu.errors import CheckpointError
-
-Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +21,7 @@ class Report:
 
 
 def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
-    """Check all of a checkpoint that can be checked; ``advance`` is called with the bytes read since its last call."""
+    """Check all of a checkpoint that can be checked."""
     if is_run_directory(path):
         saved = [one.path for one in list_saved(path)]
         words = f"{FORMAT}, {len(saved)} checkpoint{'s' * (len(saved) > 1)} of a run; SHA-256"

@@ -116,9 +116,7 @@ def _find_mismatch(build: TorchBuild, driver: DriverSample | NvmlFailure, enviro
     text, is_there = environ.get("CUDA_VISIBLE_DEVICES"), isinstance(driver, DriverSample)
     if build.cuda_version is None:
         message = f"torch {build.version} is built without CUDA{', and there are NVIDIA GPUs' * is_there}"
-        return Finding(
-            "torch", "error" if is_there else "note", message, "For NVIDIA GPUs install a CUDA build of torch."
-        )
+        return Finding("torch", "error" if is_there else "note", message, "For NVIDIA GPUs install a CUDA build.")
     if not isinstance(driver, DriverSample):
         return None
     serves = driver.cuda_version

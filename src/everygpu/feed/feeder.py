@@ -187,9 +187,7 @@ def find_route(target: Target) -> ScatterSpec:
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
     if not isinstance(target, (nn.Module, int, str, torch.device, Sequence, Set, Iterator, type(None))):
         kind = target.__qualname__ if isinstance(target, type) else type(target).__qualname__
-        raise DeviceError(
-            f"Feeder: {kind} is no model and no device. Pass the model, or devices: ['cuda:0', 'cuda:1']."
-        )
+        raise DeviceError(f"Feeder: {kind} is no model or device. Pass the model, or devices: ['cuda:0', 'cuda:1'].")
     devices = parse_devices(target) if not isinstance(target, nn.Module) else []
     if model is not None:
         devices = list(model.replica_devices)
