@@ -190,14 +190,15 @@ class SnapshotMemory:
         """Copy a run's state on the current streams, over the one before; return what waits until it has arrived."""
         unique = {identity(t): t for tensors in taken.files.values() for t in tensors.values()}
         devices = {t.device for t in unique.values() if t.is_cuda}
-        self._reserve(sum(map(_padded_bytes, unique.values())), is_pinned=bool(devices))
+        padded_bytes = {key: -(-t.nbytes // 64) * 64 for key, t in unique.items()}
+        self._reserve(sum(padded_bytes.values()), is_pinned=bool(devices))
         areas: dict[object, Tensor] = {}
         begin = 0
         # One after the other: a GPU copies the first tensors while the areas of the others are made.
         for key, tensor in unique.items():
             area = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             areas[key] = area.copy_(tensor, non_blocking=True)
-            begin += _padded_bytes(tensor)
+            begin += padded_bytes[key]
         files = {file: {name: areas[identity(t)] for name, t in part.items()} for file, part in taken.files.items()}
         copied = replace(taken, files=files)
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -221,7 +222,3 @@ class SnapshotMemory:
             place, size = self._memory.data_ptr(), self._memory.numel()
             if int(result := torch.cuda.cudart().cudaHostRegister(place, size, 0)) != 0:  # type: ignore[no-untyped-call]
                 logger.warning("%d bytes can't be pinned (%s): copying from the GPUs holds training up.", size, result)
-
-
-def _padded_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // 64) * 64

@@ -17,10 +17,11 @@ from everygpu.checkpoint.states import rename
 from everygpu.checkpoint.values import check_storable, identity
 from everygpu.errors import OptionError
 
-_SUFFIXES = {
+SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"),
     ".safetensors": "safetensors",
 }
+"""Ends of names by which programs expect a file, and its format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +37,14 @@ class Outcome:
 
 
 def convert(
-    source: Path,
-    destination: Path,
-    *,
-    section: str | None = None,
-    strip_prefix: str = "",
-    overwrite: bool = False,
+    source: Path, destination: Path, *, section: str | None = None, strip_prefix: str = "", overwrite: bool = False
 ) -> Outcome:
     """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete."""
-    target = _SUFFIXES.get(destination.suffix)
+    target = SUFFIXES.get(destination.suffix)
     if target is None:
         raise OptionError(
             f"convert: {destination.name} ends with {destination.suffix or 'nothing'}, of which no format is known. "
-            f"Choose one of {', '.join(_SUFFIXES)}."
+            f"Choose one of {', '.join(SUFFIXES)}."
         )
     if destination.exists() and (not overwrite or destination.is_dir()):
         todo = "Choose a file" if overwrite else "Pass --overwrite to replace it"

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, get_args
 
 from torch import Tensor
@@ -211,9 +210,7 @@ class CheckpointManager:
         stop().listen(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, KeyboardInterrupt):  # the interpreter's end, and the next call, wait: a second ends it now
             return
         try:

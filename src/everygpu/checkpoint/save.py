@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everygpu import errors
 from everygpu.checkpoint.background import Background, Taken
+from everygpu.checkpoint.convert import SUFFIXES
 from everygpu.checkpoint.directory import as_path, must_be_writable, replacing, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, Files, files_of, write_document, write_tensors
 from everygpu.checkpoint.rng import take_rng_states
@@ -29,9 +30,6 @@ from everygpu.ranks.membership import is_main
 
 MEET_S = 600.0
 """How long ranks wait for one that doesn't come to save, as NCCL's collectives would."""
-
-_FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
-"""Ends of names by which other programs expect a file."""
 
 
 def save(
@@ -86,7 +84,7 @@ def save(
     if not parts:
         raise OptionError("save: There is nothing to save. Write save(path, model=model).")
     where = as_path(path, "save")
-    if where.suffix in _FILE_SUFFIXES and is_main():
+    if where.suffix in SUFFIXES and is_main():
         warn(
             f"save: {path} becomes a directory, also as its name ends with {where.suffix}: torch.load can't read it. "
             f"For a single file run `everygpu checkpoint convert DIRECTORY FILE{where.suffix}`.",

@@ -77,8 +77,8 @@ class Stop:
         group = joined()
         if group is None:
             return None if self.heard is None else num_calls
-        # Any rank may have heard a signal: it leaves a note for rank 0, which leaves one for all. Between two calls lies
-        # a step, in which all ranks exchange gradients: each finds the note in its next call.
+        # A rank that has heard a signal leaves a note for rank 0, which leaves one for all. Between two calls all ranks
+        # exchange gradients, in a step: each finds the note in its next call.
         if group.rank != 0:
             if self.heard is not None:
                 group.leave_note(f"{key}: signal", f"{signal.Signals(self.heard).name} on rank {group.rank}")
