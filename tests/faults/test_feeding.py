@@ -128,6 +128,34 @@ def test_a_stopped_worker_is_a_timeout(options):
     assert_nothing_left()
 
 
+def test_a_worker_that_is_stopped_between_two_epochs_is_a_timeout_and_others_begin():
+    loader = DataLoader(Faulty(None, at=-1), batch_size=50, num_workers=2, persistent_workers=True)
+    feeder = Feeder(loader, "cpu", timeout=0.7)
+    assert len(list(feeder)) == 2
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
+    with pytest.raises(FeedTimeoutError, match=r"no batch came within timeout=0\.7 s\. .* worker processes: pid \d+"):
+        iter(feeder)
+    assert_nothing_left()
+    assert len(list(feeder)) == 2
+    feeder.close()
+
+
+def test_a_worker_that_dies_as_an_epoch_begins():
+    loader = DataLoader(Faulty(None, at=-1), batch_size=50, num_workers=2, persistent_workers=True)
+    feeder = Feeder(loader, "cpu")
+    assert len(list(feeder)) == 2
+    worker = multiprocessing.active_children()[0]
+    os.kill(worker.pid, signal.SIGSTOP)
+    killing = threading.Timer(0.3, worker.kill)
+    killing.start()
+    with pytest.raises(WorkerError, match="exit code -9"):
+        iter(feeder)
+    killing.join()
+    assert_nothing_left()
+    assert len(list(feeder)) == 2
+    feeder.close()
+
+
 def test_leaving_the_loop_with_a_stopped_worker(monkeypatch):
     monkeypatch.setattr("everygpu.feed.one_pass.GRACE_S", 0.3)
     loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=1)

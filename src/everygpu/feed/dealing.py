@@ -41,12 +41,16 @@ def kind_of(loader: Any, sharded: bool) -> Kind:
 
 
 def is_data_loader(loader: Any) -> bool:
-    """Tell whether a loader is torch's, so that another sampler can take the place of its own.
-
-    Accelerate's loaders pretend to be: that sampler would have to go into the loader that they hold. One with a
-    position of its own, as torchdata's, is iterated as it is.
-    """
+    """Tell whether a loader is torch's, unlike Accelerate's, which pretend to be, and keeps no position itself."""
     return issubclass(type(loader), DataLoader) and not hasattr(loader, "load_state_dict")
+
+
+def length_of(data: Any) -> int | None:
+    """Return what ``len`` says; None where there is none, as of an IterableDataset."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def samplers_of(loader: Any) -> list[Any]:
@@ -113,11 +117,7 @@ class Dealing:
         """Compare the first batch's indices and the number of batches, once the order is drawn: else rows are lost."""
         if self.kind != "indexed":
             return
-        try:
-            num_batches = len(sampler)
-        except TypeError:  # a sampler without a length
-            num_batches = None
-        if len(set(self.group.gather(zlib.crc32(f"{num_batches} {self._first}".encode())))) > 1:
+        if len(set(self.group.gather(zlib.crc32(f"{length_of(sampler)} {self._first}".encode())))) > 1:
             raise RankError(
                 "Feeder: ranks must draw the same order from the same data, got different first batches or numbers of "
                 "batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its own. "

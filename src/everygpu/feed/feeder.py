@@ -32,9 +32,8 @@ def _of_loader(name: str) -> Any:
 class Feeder:
     """Iterate a loader's batches, each already on the devices that use it, and know the position for a checkpoint.
 
-    A thread loads batches ahead and copies the rows of each replica from pinned memory straight to its device,
-    beside the computation. Tensors come as ``ShardedBatch``es, which ``DataParallel`` uses where they are; on one
-    device as plain tensors::
+    A thread loads batches ahead and copies the rows of each replica from pinned memory straight to its device. Tensors
+    come as ``ShardedBatch``es, which ``DataParallel`` uses where they are; on one device as plain tensors::
 
         feeder = everygpu.Feeder(loader, model)
         for epoch in range(feeder.epoch, num_epochs):
@@ -42,25 +41,21 @@ class Feeder:
                 loss = criterion(model(x), y)
 
     Saved and loaded with a checkpoint, it goes on after the last batch that the loop was given, in the same order:
-    that of a pass comes from ``seed`` and the pass's number. Workers, replicas and ranks may be others then.
-
-    Leaving the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
+    that of a pass comes from ``seed`` and the pass's number. Workers, replicas and ranks may be others then. Leaving
+    the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
 
     Args:
         loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers.
-            ``Replicated`` values are copied whole to every device, tensors in ``Rows`` to that of their row; what is
-            no tensor stays as it is.
+            ``Replicated`` values are copied whole to every device, tensors in ``Rows`` to that of their row.
         model_or_devices: A ``DataParallel``, whose devices, ``dim`` and ``split`` are taken; another module, whose
             device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
-        prefetch: How many batches to have on the devices ahead of the one in use. 0: no thread, each batch is
-            sent when it is asked for.
-        seed: Of the orders of all passes: 0 to 2**63 - 1. By default drawn from the loader's generator if it has one,
-            else from torch's, as the Feeder is made. A position that is loaded has its own.
+        prefetch: How many batches to have on the devices ahead of the one in use; 0 for none, without a thread.
+        seed: Of the orders of all passes, 0 to 2**63 - 1; by default drawn from the loader's generator, else torch's. A
+            position that is loaded has its own.
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes. Without
             worker processes, the first batch of what has no indices is waited for.
         sharded: Whether each rank's loader gives that rank's own rows. By default its batches are those of the whole
-            run, under several ranks too: each gets its own rows of them, and reads no others where the DataLoader
-            has indices.
+            run: each rank gets its own rows of them, and reads no others where the DataLoader has indices.
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated, or has ``in_order=False``.
         DeviceError: a device is unknown or absent, or ``model_or_devices`` is something else.
@@ -87,8 +82,7 @@ class Feeder:
             )
         if isinstance(loader, nn.Module) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
             raise OptionError(f"Feeder: {name} is no iterable of batches. Pass a DataLoader first, then the model.")
-        is_whole = type(prefetch) is int and prefetch >= 0
-        if not is_whole or (timeout is not None and (not timeout > 0 or prefetch == 0)):
+        if type(prefetch) is not int or prefetch < 0 or (timeout is not None and not (timeout > 0 and prefetch)):
             raise OptionError(
                 f"Feeder: prefetch counts batches, from 0, and timeout seconds, with prefetch from 1; got {prefetch!r} "
                 f"and {timeout!r}."
@@ -111,16 +105,14 @@ class Feeder:
         return f"Feeder({type(self.loader).__qualname__} to {devices}, epoch {self.epoch})"
 
     def __iter__(self) -> Feed:
-        """Begin a pass; after ``load_state_dict`` where that one stood. All ranks begin and leave it at the same place.
-
-        A pass that was left early counts as complete.
+        """Begin a pass, on all ranks; after ``load_state_dict`` where that one stood. One that was left is complete.
 
         Raises:
             CheckpointMismatchError: the order drawn again is not that of the pass that was saved.
             RankError: ranks have drawn different orders.
         """
-        if getattr(self._order.iterated, "persistent_workers", False):
-            self._end_pass()  # such workers serve one pass at a time
+        if getattr(self._order.iterated, "persistent_workers", False):  # which serve one pass at a time
+            self._end_pass()
         feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._report)
         self._feed = weakref.ref(feed)
         return feed
@@ -151,8 +143,8 @@ class Feeder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next pass begin where ``state_dict`` was taken.
 
-        A DataLoader over a dataset with indices skips what was used without loading it. A loader, sampler or dataset
-        with a ``state_dict`` of its own is put there; everything else is read again up to the position.
+        A DataLoader with indices skips what was used without loading it, a loader, sampler or dataset with a
+        ``state_dict`` of its own is put there, and everything else is read again.
 
         Raises:
             CheckpointMismatchError: ``state`` is no position, or in the middle of a pass over other data, in another

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,10 +37,7 @@ Make = Callable[[], Any]
 
 
 class SentBatch:
-    """Queues the copies of every tensor in a batch: any nesting of containers, tensors of shape (..., rows, ...).
-
-    Only what the consumer does decides which streams wait for the copies, so ``unpack`` is its part.
-    """
+    """Queues the copies of every tensor in a batch: any nesting of containers, tensors of shape (..., rows, ...)."""
 
     def __init__(self, batch: Any, route: ScatterSpec) -> None:
         self._route = route
@@ -56,7 +53,7 @@ class SentBatch:
         self._marks = mark(route.devices)
 
     def unpack(self) -> Any:
-        """Put the batch together for the calling thread, whose current streams wait for the copies."""
+        """Put the batch together for the consumer's thread, whose current streams wait for the copies."""
         receive(self._copies, self._marks)
         makes = iter(self._makes)
         return tree.map_leaves(lambda _: next(makes)(), self._structure, open_batch)
@@ -187,13 +184,11 @@ class Feed:
     def __init__(
         self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
     ) -> None:
-        has_workers = _guard_workers(order.iterated)
+        workers = _guard_workers(order.iterated, timeout_s)
         try:
             iterator, self._position, dealing = order.begin()
-        except (BrokenPipeError, EOFError) as error:  # of a worker that has ended before it had read what it is to do
-            if not has_workers or _IN_WORKER in str(error):
-                raise
-            raise WorkerError(f"Feeder: a worker process has ended at its start. {_MAIN}") from error
+        except (RuntimeError, OSError, EOFError) as error:
+            _raise_death(error, workers, order.iterated)
         self._route, self._timeout_s, self._report = route, timeout_s, report
         self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
@@ -208,14 +203,7 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch; the current streams of all devices wait for its copies, the host does not.
-
-        Raises:
-            FeedTimeoutError: it has not come within the Feeder's ``timeout``.
-            WorkerError: a worker process of the loader died.
-            RankError: ranks that have to read the same batches have read different numbers of them.
-            Exception: what the loader raised for this batch.
-        """
+        """Return the next batch; the current streams of all devices wait for its copies, the host does not."""
         if not self._finalizer.alive:
             raise StopIteration
         asked_at = time.perf_counter()
@@ -279,10 +267,9 @@ class _Ahead:
         self._iterator: Any = iterator
         self._loader, self._route, self._dealing = loader, route, dealing
         self._workers: list[Any] = []
-        self._has_killed = False
         if isinstance(iterator, LoaderIterator) and hasattr(iterator, "_workers"):
             self._workers = list(iterator._workers)
-            _watch(iterator, self.stop)
+            _watch(iterator, self._look)
         self._ready: queue.SimpleQueue[SentBatch | BaseException] = queue.SimpleQueue()
         """Batches in order; then what the loader ended with, a StopIteration or an error."""
         self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
@@ -307,13 +294,8 @@ class _Ahead:
                 self._room.release()
                 return found
             except queue.Empty:
-                if time.monotonic() >= deadline:
-                    pids = ", ".join(str(worker.pid) for worker in self._workers)
-                    raise FeedTimeoutError(
-                        f"Feeder: no batch came within timeout={timeout_s:g} s. The loader has "
-                        f"{f'worker processes: pid {pids}' if pids else 'no worker processes'}. Raise timeout, or look "
-                        f"at what the loader waits for."
-                    ) from None
+                if timeout_s is not None and time.monotonic() >= deadline:
+                    raise _too_late(timeout_s, self._workers) from None
                 if self.thread is not None and not self.thread.is_alive() and self._ready.empty():
                     raise WorkerError(
                         "Feeder: a fork has no copy of the thread that loads batches. Begin a pass of its own there."
@@ -327,7 +309,7 @@ class _Ahead:
         self._room.release()
         thread = self.thread
         if thread is None or thread.ident is None:  # Ctrl-C came before it was started
-            self._let_go(kill=False)
+            self._let_go()
             return
         if thread is threading.current_thread():  # the last reference was dropped there
             return
@@ -347,67 +329,96 @@ class _Ahead:
 
     def kill_workers(self) -> None:
         """End worker processes that wouldn't end by themselves, as one that is stopped never would."""
-        self._has_killed = True
-        for worker in self._workers:
-            if worker.is_alive():
-                worker.kill()
-        for worker in self._workers:
-            worker.join(5)
-        if getattr(self._loader, "_iterator", None) is not None:  # of persistent workers: the next pass starts others
-            self._loader._iterator = None
+        _kill(self._workers, self._loader)
 
     def _run(self) -> None:
         """Prepare batches until the loader ends or the loop is left."""
-        kill = False
         try:
             while self._room.acquire() and not self.stop.is_set():
                 self._ready.put(self.prepare())
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
-            kill = isinstance(error, WorkerError)
             self._ready.put(error)
         finally:
-            self._let_go(kill=kill)
+            self._let_go()
 
     def _fetch(self) -> Any:
         """Return the loader's next batch; raise Stopped where the loop was left, a WorkerError if a worker has died."""
         try:
             return next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:
-            if _IN_WORKER in str(error):  # raised by the dataset
-                raise
-            dead: list[Any] = []
-            deadline = time.monotonic() + _DEATH_S
-            while self._workers and not dead and time.monotonic() < deadline:
-                dead = [w for w in self._workers if not w.is_alive() and w.exitcode]
-                time.sleep(0.01)
-            if not dead:
-                raise
-            raise _death_of(dead, self._loader) from error
+            _raise_death(error, self._workers, self._loader)
 
-    def _let_go(self, *, kill: bool) -> None:
-        """Let go of the iterator, and see its workers out, in the thread that used it; ``kill`` doesn't ask them."""
+    def _look(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
+
+    def _let_go(self) -> None:
+        """Let go of the iterator, and see its workers out, in the thread that used it."""
         iterator, self._iterator = self._iterator, iter(())
         if not self._workers:
             return
         vars(iterator).pop("_try_get_data", None)
-        if kill:
-            self.kill_workers()
-        if self._has_killed or not iterator._persistent_workers:
+        if not iterator._persistent_workers or not all(worker.is_alive() for worker in self._workers):
             iterator._shutdown_workers()
             self.kill_workers()
 
 
-def _guard_workers(loader: Any) -> bool:
-    """Have a copy of a DataLoader fork workers so that none gets stuck; raise if one has died since the last pass."""
+def _guard_workers(loader: Any, timeout_s: float | None) -> Sequence[Any]:
+    """Have a copy of a DataLoader fork workers so that none gets stuck; return those that stay, if none has died."""
     if not (is_data_loader(loader) and loader.num_workers):
-        return False
+        return ()
     loader.multiprocessing_context = child.guard_forks(loader.multiprocessing_context or multiprocessing.get_context())
-    if dead := [worker for worker in getattr(loader._iterator, "_workers", ()) if not worker.is_alive()]:
+    workers: Sequence[Any] = getattr(loader._iterator, "_workers", ())
+    if dead := [worker for worker in workers if not worker.is_alive()]:
         loader._iterator = None  # the next pass starts others
         raise _death_of(dead, loader)
-    return True
+    if workers and timeout_s is not None:  # torch waits for them as the epoch begins
+        deadline = time.monotonic() + timeout_s
+
+        def look() -> None:
+            if time.monotonic() >= deadline:
+                _kill(workers, loader)
+                raise _too_late(timeout_s, workers)
+
+        _watch(loader._iterator, look)
+    return workers
+
+
+def _kill(workers: Sequence[Any], loader: Any) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.join(5)
+    if getattr(loader, "_iterator", None) is not None:  # of persistent workers: the next pass starts others
+        loader._iterator = None
+
+
+def _too_late(timeout_s: float, workers: Sequence[Any]) -> FeedTimeoutError:
+    pids = ", ".join(str(worker.pid) for worker in workers)
+    return FeedTimeoutError(
+        f"Feeder: no batch came within timeout={timeout_s:g} s. The loader has "
+        f"{f'worker processes: pid {pids}' if pids else 'no worker processes'}. Raise timeout, or look at what the "
+        f"loader waits for."
+    )
+
+
+def _raise_death(error: Exception, workers: Sequence[Any], loader: Any) -> NoReturn:
+    """Raise a WorkerError where the death of a worker is behind an error, else the error that is being handled."""
+    if _IN_WORKER in str(error) or isinstance(error, FeedTimeoutError):  # raised by the dataset, or by us
+        raise
+    deadline = time.monotonic() + _DEATH_S
+    while workers and time.monotonic() < deadline:
+        if dead := [worker for worker in workers if not worker.is_alive() and worker.exitcode]:
+            death = _death_of(dead, loader)
+            _kill(workers, loader)
+            raise death from error
+        time.sleep(0.01)
+    if not workers and is_data_loader(loader) and loader.num_workers and isinstance(error, (BrokenPipeError, EOFError)):
+        raise WorkerError(f"Feeder: a worker process has ended at its start. {_MAIN}") from error
+    raise
 
 
 def _death_of(dead: Sequence[Any], loader: Any) -> WorkerError:
@@ -426,13 +437,9 @@ def _death_of(dead: Sequence[Any], loader: Any) -> WorkerError:
     )
 
 
-def _watch(iterator: Any, stop: threading.Event) -> None:
-    """Have a DataLoader's iterator look more often whether it should go on.
-
-    torch also raises the death of a worker in the main thread, out of a signal handler, wherever that thread
-    is: from here on it shows where the batch is asked for.
-    """
-    if iterator._worker_pids_set:
+def _watch(iterator: Any, look: Callable[[], object]) -> None:
+    """Have a DataLoader's iterator look more often whether it should go on."""
+    if iterator._worker_pids_set:  # or torch raised the death of a worker in the main thread, wherever that is
         remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     plain, of = type(iterator)._try_get_data, weakref.ref(iterator)
@@ -440,8 +447,7 @@ def _watch(iterator: Any, stop: threading.Event) -> None:
     def try_get_data(timeout: float = _POLL_S) -> tuple[bool, Any]:
         deadline = time.monotonic() + timeout  # which is the DataLoader's own, where it has one
         while True:
-            if stop.is_set():
-                raise Stopped
+            look()
             found: tuple[bool, Any] = plain(of(), _POLL_S)
             if found[0] or time.monotonic() >= deadline:
                 return found

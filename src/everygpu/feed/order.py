@@ -28,7 +28,7 @@ from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
-from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, samplers_of, say_once
+from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, length_of, samplers_of, say_once
 from everygpu.ranks.group import Group, batch_digest, join
 from everygpu.ranks.membership import find_membership
 from everygpu.torch_private.core import LoaderIterator, numpy_seed_of_worker
@@ -194,9 +194,7 @@ class Order:
             is_position = False
         if not is_position:
             got = f"{type(state).__qualname__}{f' of {list(state)!r:.100}' if isinstance(state, dict) else ''}"
-            raise CheckpointMismatchError(
-                f"Feeder: no position: {got}. Pass what Feeder.state_dict returned, or leave it out."
-            )
+            raise CheckpointMismatchError(f"Feeder: no position: {got}. Pass what Feeder.state_dict returned.")
         if state["own"] is not None and self._holder is None:
             raise CheckpointMismatchError(
                 "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
@@ -286,8 +284,8 @@ class Order:
         reads_again = isinstance(dataset, IterableDataset) and self._holder is None
         return {
             **dict(zip(("part", "num_parts"), self._part())),
-            "batches": _length_of(self._loader),
-            "rows": _length_of(dataset),
+            "batches": length_of(self._loader),
+            "rows": length_of(dataset),
             "batch_size": getattr(self._loader, "batch_size", None),
             "num_workers": getattr(self._loader, "num_workers", None) if reads_again else None,
         }
@@ -381,10 +379,7 @@ class _OrderSampler:
 
 
 def _keeps_state(value: Any) -> bool:
-    """Tell whether a loader, sampler or dataset has a state to save and load.
-
-    Accelerate's loaders have the methods, too, but fail unless the loader that they hold has them.
-    """
+    """Tell whether a loader, sampler or dataset has a state; of Accelerate's loaders, whether what they hold has."""
     holders = {id(x): x for x in (value, getattr(value, "base_dataloader", value))}.values()
     methods = [getattr(holder, name, None) for holder in holders for name in ("state_dict", "load_state_dict")]
     return all(map(callable, methods)) and not isinstance(value, torch.nn.Module)
@@ -445,16 +440,13 @@ def _begun(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[[Any], Any]) -> Iterator[Any]:
-    """Note each batch, with the state of its holder after it.
-
-    A holder's next batch is drawn before one is given: the last one is known by that. A sampler or dataset that is
-    asked for a short batch is at its end already, and its state that of the next pass.
-    """
+    """Note each batch, with the state of its holder after it."""
     if holder is None:
         for batch in batches:
             now.drawn.append((indices_of(batch), None, False))
             yield batch
         return
+    # The next batch is drawn before one is given: the last one, with the state of the next pass, is known by that.
     ahead, before = list(islice(batches, 1)), None
     while ahead:
         batch, own = ahead[0], copy.deepcopy(holder.state_dict())
@@ -496,10 +488,3 @@ def _check_drawn_again(used: Iterable[Any], digest: int | None) -> None:
                 "repeated and others left out. Have it draw the whole order as the pass begins, or from a generator "
                 "that is an attribute of it; use the same dataset; or leave the position out."
             )
-
-
-def _length_of(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):  # an IterableDataset without a length
-        return None

@@ -53,9 +53,8 @@ def find_batch_size(
 ) -> BatchSizeReport:
     """Find the largest batch that a training step has memory for, on every GPU.
 
-    The step runs on batches made by repeating the rows of ``batch``: from its own size on, sizes are doubled until
-    one doesn't fit, then bisected. Afterwards the model, the optimizer and all random generators are as they were,
-    and the memory is returned::
+    The step runs on batches made by repeating the rows of ``batch``. Afterwards the model, the optimizer and all random
+    generators are as they were, and the memory is returned::
 
         def step(batch):
             x, y = batch
@@ -68,10 +67,8 @@ def find_batch_size(
             loader = DataLoader(dataset, batch_size=report.num_rows)
 
     Args:
-        step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
-            stays changed, and what it saves is saved.
-        batch: An example, as the loader gives it: tensors of shape (..., rows, ...), 1 row or more, in any
-            nesting of containers.
+        step: Does everything that a training step does. What else it changes or saves stays so.
+        batch: An example, as the loader gives it: tensors of shape (..., rows, ...) in any nesting of containers.
         model: A ``DataParallel``, or a module on one device; on GPUs.
         optimizer: Of the step.
         max_rows: The largest size to try.
@@ -80,7 +77,7 @@ def find_batch_size(
         The size, and what was tried.
     Raises:
         OptionError: an option has no such value, or ``batch`` has no rows.
-        DeviceError: ``model`` is on no GPU: a host that runs out of memory ends programs instead of raising.
+        DeviceError: ``model`` is on no GPU.
         RankError: several ranks train. Search in a process of its own, and multiply by the ranks.
         torch.OutOfMemoryError: not even a row for each device fits.
         Exception: what the step raises.
@@ -172,11 +169,7 @@ def _find_size(fits: Callable[[int], bool], start: int, highest: int) -> int:
 
 @contextmanager
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
-
-    Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The model's tensors stay the same
-    objects; buffers that a step has replaced are the old ones again.
-    """
+    """Put back what a step changes, in the same tensors, from copies on the CPU: the GPUs' memory is the steps' own."""
 
     def on_host(leaf: Any) -> Any:
         return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
@@ -247,9 +240,8 @@ def tune_workers(
 ) -> WorkerReport:
     """Measure how many worker processes a DataLoader needs.
 
-    Batches are loaded and sent to the devices as ``Feeder`` does, with nothing else to do, by 0, 1, 2, 4, … workers
-    up to the CPU cores that this process may use, until more bring nothing. The random generators of this process
-    stay as they are; those of the loader are seeded, as by any ``Feeder``::
+    Batches are loaded and sent to the devices as ``Feeder`` does, by 0, 1, 2, 4, … workers up to the CPU cores that
+    this process may use, until more bring nothing. The random generators of this process stay as they are::
 
         report = everygpu.tune_workers(loader, model)
         loader = DataLoader(dataset, num_workers=report.num_workers)
@@ -272,10 +264,9 @@ def tune_workers(
     if not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
     most = count_cores()
-    numbers = (
-        candidates if candidates is not None else [0, *(2**i for i in range(most.bit_length()) if 2**i < most), most]
-    )
-    numbers = list(numbers) if isinstance(numbers, Iterable) else []
+    numbers = [0, *(2**i for i in range(most.bit_length()) if 2**i < most), most]
+    if candidates is not None:
+        numbers = list(candidates) if isinstance(candidates, Iterable) else []
     if not numbers or any(type(n) is not int or n < 0 for n in numbers):
         raise OptionError(f"tune_workers: candidates are whole numbers from 0, got {candidates!r}, such as [0, 2, 4].")
     rates: dict[int, float] = {}
