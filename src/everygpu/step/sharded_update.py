@@ -313,6 +313,7 @@ class ShardedUpdate:
         self._optimizer, self._sharded = self._sharded.module, None
         prefer_fused(self._optimizer)
         self.flat_params = FlatParameters([], self.flat_params.devices)
+        self._replicas = self._rank_sums = None
 
     # How a step is recorded.
 
