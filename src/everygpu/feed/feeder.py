@@ -177,15 +177,16 @@ def find_route(target: Target) -> ScatterSpec:
     """Work out where batches go; see ``Feeder``."""
     target = target.model if isinstance(target, TrainStep) else target
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
-    if not isinstance(target, (nn.Module, int, str, torch.device, Sequence, Set, Iterator, type(None))):
-        kind = target.__qualname__ if isinstance(target, type) else type(target).__qualname__
-        raise DeviceError(f"Feeder: {kind} is no model or device. Pass the model, or devices: ['cuda:0', 'cuda:1'].")
-    devices = parse_devices(target) if not isinstance(target, nn.Module) else []
+    split, dim = default_split(), 0
     if model is not None:
-        devices = list(model.replica_devices)
+        devices, split, dim = list(model.replica_devices), model.split, model.dim
     elif isinstance(target, nn.Module):
         devices = [next(iter([*target.parameters(), *target.buffers()]), torch.empty(0, device="cpu")).device]
-    split, dim = (default_split(), 0) if model is None else (model.split, model.dim)
+    elif isinstance(target, (int, str, torch.device, Sequence, Set, Iterator, type(None))):
+        devices = parse_devices(target)
+    else:
+        kind = target.__qualname__ if isinstance(target, type) else type(target).__qualname__
+        raise DeviceError(f"Feeder: {kind} is no model or device. Pass the model, or devices: ['cuda:0', 'cuda:1'].")
     return ScatterSpec(devices=tuple(devices), dim=dim, split=settle_split(split, devices))
 
 

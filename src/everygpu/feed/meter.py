@@ -15,8 +15,7 @@ from everygpu.ranks.group import join
 class Meter:
     """Average a loss or metric over the rows seen, without keeping a graph or waiting for a device.
 
-    ``update`` queues one small addition on the value's device. Reading ``value``, ``float(meter)`` or
-    printing waits for the devices, so read once in a while, not at every step::
+    ``update`` queues one small addition on the value's device. To read ``value`` or print it waits for the devices::
 
         meter = everygpu.Meter()
         for x, y in loader:
@@ -41,12 +40,10 @@ class Meter:
         """Add a mean over rows.
 
         Args:
-            value: A number; a tensor of shape () on any device; or one of shape (replicas,), which counts
-                as the mean of its entries. Only real numbers.
+            value: A real number; a tensor of shape () on any device; or one of shape (replicas,), whose mean counts.
             num_rows: How many rows it is the mean of; with 0 the value is not looked at.
         Raises:
-            OptionError: the value has another shape or is no real number, or num_rows is negative or
-                not an integer.
+            OptionError: the value has another shape or is no real number, or num_rows is no whole number from 0.
         """
         # A tensor would make index() wait for its device.
         if isinstance(num_rows, Tensor) or not isinstance(num_rows, SupportsIndex) or index(num_rows) < 0:
@@ -68,15 +65,11 @@ class Meter:
         self._num_rows += rows
 
     def sync(self) -> "Meter":
-        """Return another meter with what all ranks have seen; this one stays as it is, the rank's own.
-
-        Every rank has to call it, at the same place, as at the end of an evaluation::
+        """Return another meter with what all ranks have seen; every rank calls it, at the end of an evaluation::
 
             total = meter.sync()
             if everygpu.is_main():
                 print(f"accuracy {total:.3f} of {total.num_rows} rows")
-
-        Waits for the devices. Without ranks the other meter has what this one has.
 
         Raises:
             RankError: the environment is incomplete.

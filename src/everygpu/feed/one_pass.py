@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -270,6 +271,7 @@ class _Ahead:
         if isinstance(iterator, LoaderIterator) and hasattr(iterator, "_workers"):
             self._workers = list(iterator._workers)
             _watch(iterator, self._look)
+        self.kill_workers = partial(_kill, self._workers, loader)
         self._ready: queue.SimpleQueue[SentBatch | BaseException] = queue.SimpleQueue()
         """Batches in order; then what the loader ended with, a StopIteration or an error."""
         self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
@@ -327,10 +329,6 @@ class _Ahead:
         while not self._ready.empty():
             self._ready.get_nowait()
 
-    def kill_workers(self) -> None:
-        """End worker processes that wouldn't end by themselves, as one that is stopped never would."""
-        _kill(self._workers, self._loader)
-
     def _run(self) -> None:
         """Prepare batches until the loader ends or the loop is left."""
         try:
@@ -387,6 +385,7 @@ def _guard_workers(loader: Any, timeout_s: float | None) -> Sequence[Any]:
 
 
 def _kill(workers: Sequence[Any], loader: Any) -> None:
+    """End worker processes that wouldn't end by themselves, as one that is stopped never would."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()

@@ -75,13 +75,14 @@ class Order:
                 "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order "
                 "they were drawn in. Leave in_order out."
             )
-        self._generators = _generators_of([loader, *samplers_of(loader)], Sampler)
-        self._dataset_generators = _generators_of([getattr(loader, "dataset", None)], Dataset)
-        self.seed = _draw_seed(self._generators) if seed is None else seed
+        samplers, dataset = samplers_of(loader), getattr(loader, "dataset", None)
+        self._generators = _generators_of([loader, *samplers], Sampler)
+        self._dataset_generators = _generators_of([dataset], Dataset)
+        own_generators = (g for g in self._generators if isinstance(g, torch.Generator) and g.device.type == "cpu")
+        self.seed = _draw_seed(next(own_generators, None)) if seed is None else seed
         self.kind: Kind = kind_of(loader, sharded)
         self._advises, self._loader, self._is_alone = not sharded, loader, is_alone
         self._pass, self._is_resumed = Pass(), False
-        samplers, dataset = samplers_of(loader), getattr(loader, "dataset", None)
         named = {id(x): x for x in (loader, *samplers, dataset) if callable(getattr(x, "set_epoch", None))}
         self._with_epochs = list(named.values())
         """What is told the epoch, as by Accelerate and Lightning."""
@@ -239,13 +240,6 @@ class Order:
                 return used // each, None
         return num, last if saved_by == own else None
 
-    def _part(self) -> tuple[int, int]:
-        """Return which part of the rows this loader gives, and of how many."""
-        if self._split is not None:
-            return self._split.rank, self._split.num_replicas
-        found = None if self.kind != "sharded" or self._is_alone else find_membership()
-        return (0, 1) if found is None else (found.rank, found.size)
-
     def close(self) -> None:
         """End the workers that wait for the next pass."""
         if self.iterated is not self._loader:
@@ -282,8 +276,13 @@ class Order:
         """Return what has to be the same for a pass to go on in its middle, where it is known."""
         dataset = getattr(self._loader, "dataset", None)
         reads_again = isinstance(dataset, IterableDataset) and self._holder is None
+        found = None if self.kind != "sharded" or self._is_alone else find_membership()
+        part, num_parts = (0, 1) if found is None else (found.rank, found.size)
+        if self._split is not None:
+            part, num_parts = self._split.rank, self._split.num_replicas
         return {
-            **dict(zip(("part", "num_parts"), self._part())),
+            "part": part,
+            "num_parts": num_parts,
             "batches": length_of(self._loader),
             "rows": length_of(dataset),
             "batch_size": getattr(self._loader, "batch_size", None),
@@ -300,8 +299,8 @@ class _Stream(IterableDataset[Any]):
 
     def begin(self, number: int, epoch: int) -> None:
         """Have the workers' next iterators be those of an epoch."""
-        seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(number))
-        self._now.copy_(torch.tensor([number, int(seed), epoch], dtype=torch.uint64, device="cpu"))
+        seed = _draw_seed(torch.Generator().manual_seed(number))
+        self._now.copy_(torch.tensor([number, seed, epoch], dtype=torch.uint64, device="cpu"))
 
     def __call__(self, worker: int) -> None:
         """Be the loader's ``worker_init_fn``, for which the dataset is the user's."""
@@ -403,9 +402,8 @@ def _with_inner(holders: Iterable[Any], within: type) -> list[Any]:
     return list(found.values())
 
 
-def _draw_seed(generators: Sequence[Any]) -> int:
-    """Draw a seed from the first of the loader's generators, or torch's, as DataLoader does for its workers."""
-    generator = next((g for g in generators if isinstance(g, torch.Generator) and g.device.type == "cpu"), None)
+def _draw_seed(generator: torch.Generator | None) -> int:
+    """Draw a seed from a generator, or torch's, as DataLoader does for its workers."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
