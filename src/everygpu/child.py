@@ -19,25 +19,13 @@ runpy.run_module({module!r}, run_name="__main__")
 
 
 def python_command(module: str, *args: str) -> list[str]:
-    """Write the command that runs a module of this package, as it is here, and no file of the working directory.
-
-    Args:
-        module: As after ``python -m``: a package, or a module of one.
-        args: What follows it in ``sys.argv``.
-    Source:
-        ``python -m``, which looks into the working directory first, where a ``random.py`` of the user, or of another
-        one, would be run; ``python -P -m``, which Python 3.10 lacks, and which the scripts run there would inherit.
-    """
+    """Write the command that runs a module of this package, and no file of the working directory, as -m would."""
     code = _CODE.format(root=str(Path(__file__).parents[1]), module=module)
     return [sys.executable or "python", "-c", code, *args]
 
 
 def count_cores(system: Path = Path("/")) -> int:
-    """Count the cores that this process may use, at least one: by its affinity, and by its cgroup's share of time.
-
-    Source:
-        ``sched_getaffinity(2)``; ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1, as containers set them.
-    """
+    """Count the cores that this process may use, at least one: by its affinity, and by its cgroup's share of time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, _quotas(system))]))
 
@@ -75,13 +63,11 @@ if sys.platform != "win32":
     from multiprocessing.context import ForkContext, ForkProcess
 
     class _Child(ForkProcess):
-        """A process that is forked again where it doesn't come out of its fork.
+        """A process that is forked again where it doesn't come out of its fork."""
 
-        A C++ thread that takes the GIL for the first time, as gloo's do to free a collective's tensors, locks CPython's
-        list of thread states without it. A child that is forked meanwhile waits for that lock for ever, as
-        ``PyOS_AfterFork_Child`` takes it before it is made anew.
-        """
-
+        # A C++ thread that takes the GIL for the first time, as gloo's do to free a collective's tensors, locks
+        # CPython's list of thread states without it. A child that is forked meanwhile waits for that lock for ever, as
+        # PyOS_AfterFork_Child takes it before it is made anew.
         ends: tuple[socket.socket, socket.socket]
         is_stuck = False
 

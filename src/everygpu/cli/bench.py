@@ -23,21 +23,15 @@ _NUM_CPU_REPLICAS = 2
 
 
 @click.command("bench")
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME|MODULE:FUNCTION", help="Built-in or module:function; repeatable."
-)
+@click.option("--model", "models", multiple=True, metavar="NAME|MODULE:FUNCTION", help="Built-in or yours; repeatable.")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Row to measure; repeatable.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Number of GPUs; all by default.")
 @click.option("--cpu", is_flag=True, help="Use replicas on the CPU, to see everything run.")
 @click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Batch size per GPU; the model's by default.")
-@click.option(
-    "--precision", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Type of autocast."
-)
+@click.option("--precision", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Autocast.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile the model in every row.")
 @click.option("--rounds", "num_rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Timed rounds.")
-@click.option(
-    "--steps", "num_steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in a round."
-)
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps a round.")
 @click.option(
     "--timeout",
     type=Seconds(min=0, min_open=True, max=1e6),
@@ -95,19 +89,11 @@ def _measure_all(
     json_file: Path | None,
 ) -> None:
     """Measure a row for each model and way to train, and print it when it comes."""
-    from everygpu.bench.report import (
-        COLUMNS,
-        describe_machine,
-        describe_row,
-        describe_where,
-        find_efficiency,
-        table_line,
-        write_json,
-    )
+    from everygpu.bench import report
 
-    console, machine = make_console(10_000), describe_machine()
+    console, machine = make_console(10_000), report.describe_machine()
     on_cpu = conditions["device_type"] == "cpu"
-    console.print(plain(describe_where(machine, conditions["num_devices"], on_cpu)))
+    console.print(plain(report.describe_where(machine, conditions["num_devices"], on_cpu)))
     rows: list[dict[str, Any]] = []
     try:
         for model in models:
@@ -115,14 +101,14 @@ def _measure_all(
             for peer in peers:
                 with show_bar(f"measuring {model}: {peer}, row {len(rows) + 1} of {len(models) * len(peers)}"):
                     row = run_row(model, peer, timeout, conditions)
-                earlier.append(row | {"efficiency": find_efficiency(row, earlier)})
+                earlier.append(row | {"efficiency": report.find_efficiency(row, earlier)})
                 rows.append(earlier[-1])
                 if len(earlier) == 1:
-                    console.out(f"\n{model}\n{table_line([head for head, _ in COLUMNS])}")
-                console.print(plain(describe_row(earlier[-1])))
+                    console.out(f"\n{model}\n{report.table_line([head for head, _ in report.COLUMNS])}")
+                console.print(plain(report.describe_row(earlier[-1])))
     finally:
         if rows and json_file is not None:  # what was measured is kept, however it ends
-            json_file.write_text(write_json(machine, rows), encoding="utf-8")
+            json_file.write_text(report.write_json(machine, rows), encoding="utf-8")
     if not any("ms" in row for row in rows):
         raise BenchmarkError("No row could be measured. The lines above say why.")
 

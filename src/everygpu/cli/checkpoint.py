@@ -131,7 +131,7 @@ def grow(tensors: "Mapping[str, Tensor]") -> Node:
     for name, tensor in tensors.items():
         *modules, last = name.split(".")
         memory = identity(tensor)
-        size = 0 if memory in seen else _size(tensor)
+        size = 0 if memory in seen else tensor.nbytes
         seen.add(memory)
         node = root
         for module in (None, *modules):
@@ -164,7 +164,7 @@ def summarise(contents: "Contents") -> Iterable[str]:
 
 def describe(path: Path, contents: "Contents") -> dict[str, Any]:
     """Make a record for JSON."""
-    root = grow(tensors_of(contents))
+    root, others = grow(tensors_of(contents)), _others(contents)
     return {
         "path": str(path),
         "format": contents.format,
@@ -174,11 +174,11 @@ def describe(path: Path, contents: "Contents") -> dict[str, Any]:
         "num_values": root.num_values,
         "size_bytes": root.size_bytes,
         "tensors": [
-            {"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape), "size_bytes": _size(tensor)}
+            {"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape), "size_bytes": tensor.nbytes}
             for name, tensor in tensors_of(contents).items()
         ],
         "step": contents.step,
-        "parts": {name: _as_json(value) for name, value in _others(contents).items()},
+        "parts": {name: x if isinstance(x, int | str | None) else harmless(_brief(x)) for name, x in others.items()},
         "notes": list(contents.notes),
     }
 
@@ -192,7 +192,7 @@ def _add(tree: Tree, node: Node, depth: int | None) -> None:
     if depth == 0:
         return
     for name, tensor in node.tensors.items():
-        tree.add(plain(f"{name}  {_dtype(tensor)} {tuple(tensor.shape)}  {format_size(_size(tensor))}"))
+        tree.add(plain(f"{name}  {_dtype(tensor)} {tuple(tensor.shape)}  {format_size(tensor.nbytes)}"))
     for name, child in node.children.items():
         _add(tree.add(plain(f"{name}  {_totals(child)}")), child, None if depth is None else depth - 1)
 
@@ -200,10 +200,6 @@ def _add(tree: Tree, node: Node, depth: int | None) -> None:
 def _totals(node: Node) -> str:
     tensors = "1 tensor" if node.num_tensors == 1 else f"{node.num_tensors} tensors"
     return f"{tensors}, {node.num_values:,} values, {format_size(node.size_bytes)}"
-
-
-def _size(tensor: "Tensor") -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _dtype(tensor: "Tensor") -> str:
@@ -226,8 +222,3 @@ def _brief(value: Any) -> str:
         return f"{len(value)} entries: {', '.join(map(str, value))}"[:_MAX_TEXT]
     text = repr(value)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
-
-
-def _as_json(value: Any) -> Any:
-    is_plain = value is None or isinstance(value, bool | int | str)
-    return value if is_plain else harmless(_brief(value))

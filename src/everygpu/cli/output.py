@@ -33,11 +33,7 @@ def make_console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 
 def harmless(text: object, *, keep: str = "") -> str:
-    """Escape what isn't printable, and what the output's encoding has no letter for.
-
-    Names of processes, runs and tensors may contain terminal control sequences. Letters in ``keep`` stay: ``"\\n"``
-    for text of several lines.
-    """
+    """Escape what isn't printable, as control sequences in names, nor in ``keep``, or has no letter in the output."""
     printable = "".join(x if x.isprintable() or x in keep else ascii(x)[1:-1] for x in str(text))
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a script may run without an output
     return printable.encode(encoding, "backslashreplace").decode(encoding)

@@ -24,11 +24,9 @@ def require_script(script: str, is_module: bool) -> None:
 
 
 def run_script(script: str, args: Sequence[str], is_module: bool = False) -> str | int | None:
-    """Run a file, or a module, to its end, show its error, and return what to give to ``sys.exit``.
-
-    Like ``python``, unlike ``runpy``: ``sys.argv[0]`` is the path as written while ``__file__`` is absolute, and
-    ``__main__`` stays the script's module, which threads, exit handlers and worker processes still find afterwards.
-    """
+    """Run a file, or a module, to its end, show its error, and return what to give to ``sys.exit``."""
+    # Like python, unlike runpy: sys.argv[0] is the path as written while __file__ is absolute, and __main__ stays the
+    # script's module, which threads, exit handlers and worker processes still find afterwards.
     file: str | None = None
     try:
         if is_module:
@@ -116,16 +114,14 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 def torchrun_arguments(
     num_processes: int, options: Mapping[str, str], script: str, args: Sequence[str], is_module: bool = False
 ) -> list[str]:
-    """Write torchrun's command line. Without ``--nnodes`` this machine is alone; else processes meet by its c10d.
-
-    After ``--`` torchrun takes no option of the script's for the beginning of one of its own.
-    """
+    """Write torchrun's command line. Without ``--nnodes`` this machine is alone; else processes meet by its c10d."""
     options = dict(options)
     if "--nnodes" in options and "--master-addr" not in options:
         options = {"--rdzv-backend": "c10d", "--rdzv-id": os.path.basename(script), **options}
     alone = [] if "--nnodes" in options else ["--standalone"]
     written = [text for name, value in {"--signals-to-handle": _SIGNALS, **options}.items() for text in (name, value)]
-    ours = ["--module", "--", "everygpu.cli.rank", *(["-m"] if is_module else [])]  # for the same exit codes
+    # After -- torchrun takes no option of the script's for one of its own. The exit codes are those of one process.
+    ours = ["--module", "--", "everygpu.cli.rank", *(["-m"] if is_module else [])]
     return [*alone, "--nproc-per-node", str(num_processes), *written, *ours, script, *args]
 
 

@@ -88,10 +88,7 @@ class NvmlFailure:
 
 
 def sample_devices(library: Any = None) -> list[DeviceSample] | None:
-    """Ask NVML about every GPU of the machine, visible to CUDA or not, in PCI order; None where NVML is broken.
-
-    A GPU that doesn't answer has a ``fault``; one that belongs to others, as in a container, is left out.
-    """
+    """Ask NVML about every GPU of the machine that isn't others', in PCI order; None where NVML is broken."""
     samples = _query(library, lambda nvml: [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
     if isinstance(samples, NvmlFailure):
         # A machine without a driver is no fault.

@@ -151,10 +151,7 @@ def examine(
 
 
 def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
-    """Make a report for each ordered pair of the last state that the test has written.
-
-    Once a pair hangs, or ends the process, those after it count for no better: the GPUs are left alone.
-    """
+    """Make a report for each ordered pair; once one hangs, or ends the test, those after it count for no better."""
     said: dict[str, Any] = {"ready": [], "now": None, "pairs": []}
     for line in output.splitlines():
         with suppress(ValueError):  # others may write to the same stream

@@ -15,10 +15,7 @@ DeviceLike: TypeAlias = int | SupportsIndex | str | torch.device
 
 
 def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[torch.device]:
-    """Turn device ids into the devices of the replicas, in the order given, all of one type; else ``DeviceError``.
-
-    None is every CUDA device, else the one accelerator, else the CPU. ``["cpu", "cpu"]`` gives two CPU replicas.
-    """
+    """Turn device ids into the replicas' devices, of one type; None is all of CUDA, else the accelerator or the CPU."""
     if device_ids is None:
         if torch.cuda.is_available():
             return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -39,10 +36,7 @@ def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[
 
 
 def parse_device(device: DeviceLike) -> torch.device:
-    """Turn one device id into a device that exists, or raise ``DeviceError``; an accelerator has its index.
-
-    ``torch.device`` wraps large indices (``"cuda:300"`` becomes ``cuda:44``) and checks none.
-    """
+    """Turn a device id into one that exists, with its index; ``torch.device`` makes ``cuda:44`` of ``"cuda:300"``."""
     kind, index = _read(device)
     if kind == "cpu":
         return torch.device("cpu")

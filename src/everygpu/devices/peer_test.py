@@ -68,13 +68,11 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
 
 
 def _try_pattern(device: torch.device) -> Tensor | None:
-    """Make the pattern on a device, through host memory; None where there is no room for a context.
-
-    Tries the device with itself, too: that loads all kernels, whose time is no copy's.
-    """
+    """Make the pattern on a device, through host memory; None where there is no room for a context."""
     try:
         pattern = make_pattern()
         there = pattern.to(device)
+        # With itself: that loads all kernels, whose time is no copy's.
         is_sound = torch.equal(there.cpu(), pattern) and find_wrong(there, there, 1, copy) is None
     except RuntimeError:
         return None

@@ -53,10 +53,7 @@ class Reservation:
 
 
 def reserve(select: Callable[[Mapping[str, Holder]], list[DeviceSample]]) -> Reservation:
-    """Choose devices and reserve them, while no other run chooses; without locks where files can't be locked.
-
-    ``select`` gets the holders of what is reserved, by UUID, and should ask the driver anew; what it raises goes on.
-    """
+    """Have ``select`` choose, told of what others hold by UUID, while no other run does, and lock what it chose."""
     with _turn() as folder:
         if folder is None:
             return Reservation(select({}), ())

@@ -37,12 +37,9 @@ def seed_all(seed: int) -> None:
 
 
 def spread_seeds(devices: Sequence[torch.device]) -> None:
-    """Give each replica's generator a seed of its own, where it has that of the run; called at every forward.
-
-    ``torch.manual_seed`` gives all devices of all ranks the same seed, so replicas would draw the same dropout masks.
-    Replica j of rank r counts as replica r * len(devices) + j; the first of all keeps the run's seed. CPU replicas of
-    one process share one generator, which keeps the run's seed on rank 0 alone.
-    """
+    """Give each replica's generator a seed of its own, where it has that of the run; called at every forward."""
+    # torch.manual_seed gives all devices of all ranks the same seed: they would draw the same dropout masks. CPU
+    # replicas of one process share one generator, which keeps the run's seed on rank 0 alone.
     membership = find_membership()
     first = 0 if membership is None else membership.rank * len(devices)
     if len(devices) + first == 1:
@@ -56,12 +53,9 @@ def spread_seeds(devices: Sequence[torch.device]) -> None:
 
 
 def spread_generators(generators: Sequence[torch.Generator], first: int = 0) -> None:
-    """Reseed each generator that was seeded like the first replica's, by its position among all ranks' replicas.
-
-    From ``first`` 1 on the first replica is another rank's, and its seed is taken to be that of this process's CPU
-    generator, as ``torch.manual_seed`` sets both.
-    """
+    """Reseed each generator that was seeded like the first replica's, by its position among all ranks' replicas."""
     own = generators[0].initial_seed()
+    # Of a first replica on another rank the seed is that of the CPU here, as torch.manual_seed sets both.
     run = torch.initial_seed() if first else own
     # A rank whose GPUs alone were seeded is spread by what they were given, as without ranks.
     seed = run if own in (run, derive_seed(run, first)) else own
@@ -84,12 +78,8 @@ def _marked(number: int, position: int) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Give the ``index``-th number, from 1 on, of SplitMix64 for a seed: never the same for two indices.
-
-    Source:
-        Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with
-        the constants of https://prng.di.unimi.it/splitmix64.c.
-    """
+    """Give the ``index``-th number, from 1 on, of SplitMix64 for a seed: never the same for two indices."""
+    # Steele, Lea and Flood, OOPSLA 2014, with the constants of https://prng.di.unimi.it/splitmix64.c.
     z = (seed + index * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

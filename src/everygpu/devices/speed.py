@@ -33,11 +33,7 @@ class DeviceSpeed:
 
 
 def measure_shares(devices: Sequence[torch.device]) -> list[float] | None:
-    """Measure what share of the rows each device should get, in about 0.2 s per device; None when all get the same.
-
-    A share is in proportion to the device's speed, or to its memory where that is scarcer: each relative to the
-    best device, the smaller counts. Memory held by this process counts as free, for every replica will hold as much.
-    """
+    """Measure each device's share of the rows by its speed, or memory where that is scarcer; None if all are alike."""
     known = {device: measure_speed(device) for device in dict.fromkeys(devices)}
     return share_out([known[device] for device in devices])
 

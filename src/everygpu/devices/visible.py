@@ -86,18 +86,12 @@ def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> Device
 
 
 def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
-    """Apply the driver's rules for ``CUDA_VISIBLE_DEVICES``: return positions in ``uuids``, in the order of CUDA.
-
-    The first entry decides whether the list holds indices or UUIDs; an entry of the other kind, an unknown one, or a
-    prefix that several devices share ends the list before it. The same device twice empties the list.
-
-    Source:
-        CUDA programming guide, environment variables; where it is silent, what driver 580.159 does on
-        two H200s: an index ends at the first character that is no digit, UUIDs match in any case and may be
-        followed, not preceded, by a space.
-    """
+    """Apply the driver's rules for ``CUDA_VISIBLE_DEVICES``: return positions in ``uuids``, in the order of CUDA."""
     if text is None:
         return list(range(len(uuids)))
+    # CUDA programming guide, environment variables: the first entry decides whether these are indices or UUIDs; one of
+    # the other kind, an unknown one, or a prefix that several devices share ends the list; the same device twice
+    # empties it. As driver 580.159 does: an index ends before what is no digit, a space may follow a UUID.
     picked: list[int] = []
     for entry in text.split(","):
         if text.startswith("GPU-"):
@@ -115,10 +109,7 @@ def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[DeviceSample]:
-    """Say which GPUs CUDA would use under an environment, in the order of its numbers, before torch is loaded.
-
-    Indices are nvidia-smi's, so a lost GPU counts; where CUDA's may differ, a log line says so.
-    """
+    """Say which GPUs CUDA would use, by nvidia-smi's indices, before torch is loaded; log where CUDA's may differ."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is not None and _LEADING_NUMBER.match(text) and not has_known_order(environ, devices):
         logger.warning(
