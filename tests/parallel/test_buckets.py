@@ -1,6 +1,7 @@
 """Buckets: sizes, layout, what is sent, and gradients on the way back."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -137,6 +138,19 @@ def test_pieces_say_where_their_elements_are(shapes, num_chunks):
                 memory = flat.narrow(0, slot.start, slot.numel)
                 expected = memory[piece.offset : piece.offset + piece.numel]
                 assert part[piece.start : piece.start + piece.numel].equal(expected)
+
+
+@given(shapes=shapes, num_chunks=st.integers(1, 9))
+def test_whole_parameters_are_in_one_chunk(shapes, num_chunks):
+    params = [torch.zeros(shape) for shape in shapes]
+    for plan in plan_buckets(params, num_chunks, whole=True):
+        pieces = [list(plan.pieces(chunk)) for chunk in range(num_chunks)]
+        found = sorted((piece.index, piece.numel) for row in pieces for piece in row)
+        assert found == sorted((slot.index, slot.numel) for slot in plan.slots)
+        slots = sorted((slot.start, slot.start + slot.numel) for slot in plan.slots if slot.numel)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(slots))
+        largest = max(p.numel() for p in params)
+        assert plan.chunk_numel <= sum(p.numel() for p in params) / num_chunks + largest + 1024 * len(params)
 
 
 def test_buckets_hold_one_dtype_and_are_closed_at_a_size():

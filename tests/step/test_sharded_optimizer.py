@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -401,3 +402,125 @@ def test_devices_are_known_or_found_from_the_parameters() -> None:
     assert everygpu.ShardedOptimizer(optimizer).devices == [torch.device("cpu")]
     with pytest.raises(DeviceError):
         everygpu.ShardedOptimizer(optimizer, ["cpu", "nowhere"])
+
+
+class Matrices(nn.Module):
+    """All that is trained are matrices, of sizes that no two devices can share evenly.
+
+    Their gradients have full rank, as Muon gives singular values of rounding errors the size of the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [40, 60, 10, 90, 20, 5]
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))
+        self.turned = nn.Parameter(torch.randn(7, 5).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x @ self.turned
+
+    def loss(self, step: int) -> Tensor:
+        x = torch.randn(128, 40, generator=torch.Generator().manual_seed(step))
+        return self(x.to(self.turned.device)).square().mean()
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Has two preconditioners for each matrix, in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["sides"] = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
+                        state["num"] = 0
+                    left, right = state["sides"]
+                    left += p.grad @ p.grad.t()
+                    right += p.grad.t() @ p.grad
+                    state["num"] += 1
+                    p -= group["lr"] * torch.linalg.solve(left, p.grad) @ torch.linalg.inv(right)
+
+
+MATRIX_OPTIMIZERS: dict[str, Make] = {
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.02),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+    "Shampoo": Shampoo,
+}
+
+
+@pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_whole_matrices(devices: Devices, name: str, count: int, in_step: bool) -> None:
+    """Each is updated by one device, as the stock optimizer does."""
+    used, make = devices(count), MATRIX_OPTIMIZERS[name]
+    plain, ours = Matrices().to(used[0]), Matrices().to(used[0])
+    stock, mine = make(plain.parameters()), make(ours.parameters())
+    sharded = everygpu.ShardedOptimizer(mine, used, whole=True)
+    train(plain, stock, range(6))
+    if in_step:
+        model = everygpu.DataParallel(ours, used)
+        step = everygpu.TrainStep(model, lambda output, _: output.square().mean(), sharded)
+        for i in range(6):
+            x = torch.randn(128, 40, generator=torch.Generator().manual_seed(i)).to(used[0])
+            step(x, x)
+        assert step._strategy.is_spread
+    else:
+        train(ours, sharded, range(6))
+    # Muon computes in bfloat16, so that a gradient's last bits, summed up over replicas, count.
+    tolerance = 5e-3 if in_step and name == "Muon" else 1e-5
+    for p, q in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=tolerance)
+    assert sharded.state_dict()["state"].keys() == stock.state_dict()["state"].keys()
+    copied = make(ours.parameters())
+    copied.load_state_dict(sharded.state_dict())
+    again = everygpu.ShardedOptimizer(make(ours.parameters()), used[:1], whole=True)
+    again.load_state_dict(sharded.state_dict())
+    train(plain, stock, range(6, 8))
+    train(ours, again, range(6, 8))
+    for p, q in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_steps_on_whole_matrices_are_captured(recording: Devices, count: int) -> None:
+    used = recording(count)
+    found = []
+    for capture in (False, "auto"):
+        net = Matrices().to(used[0])
+        model = everygpu.DataParallel(net, used)
+        optimizer = torch.optim.Adafactor(net.parameters(), lr=0.02)
+        step = everygpu.TrainStep(model, lambda output, _: output.square().mean(), optimizer, capture=capture)
+        x = torch.randn(128, 40, generator=torch.Generator().manual_seed(0)).to(used[0])
+        found.append([torch.stack([step(x, x) for _ in range(10)]), *net.parameters()])
+        assert not capture or len(step._capture._recordings) == 1
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_matrices_are_dealt_out_by_size(devices: Devices) -> None:
+    used = devices(3)
+    net = Matrices().to(used[0])
+    sharded = everygpu.ShardedOptimizer(torch.optim.Muon(net.parameters()), used)
+    train(net, sharded, range(1))
+    held = [sum(v.nbytes for s in o.state.values() for v in s.values()) for o in sharded._shards.optimizers]
+    assert sum(held) == sum(p.nbytes for p in net.parameters())
+    assert max(held) < 1.5 * sum(held) / 3
+
+
+def test_an_optimizer_that_takes_more_than_groups_is_refused(devices: Devices) -> None:
+    class Needy(Shampoo):
+        def __init__(self, params: Any, needed: float) -> None:
+            super().__init__(params)
+
+    net = Matrices().to(devices(2)[0])
+    sharded = everygpu.ShardedOptimizer(Needy(net.parameters(), 1.0), devices(2), whole=True)
+    with pytest.raises(OptimizerError, match="makes a Needy for each device .* Give its other arguments defaults"):
+        train(net, sharded, range(1))

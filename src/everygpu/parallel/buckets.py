@@ -217,11 +217,15 @@ class BucketPlan:
                 yield Piece(index=slot.index, start=0, offset=0, numel=0)
 
 
-def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = UPDATE_BYTES) -> list[BucketPlan]:
+def plan_buckets(
+    params: Sequence[Tensor], num_chunks: int, limit_bytes: int = UPDATE_BYTES, *, whole: bool = False
+) -> list[BucketPlan]:
     """Lay parameters out in buckets, in the order in which backward usually finishes them: the last ones first."""
     backwards = range(len(params))[::-1]
+    if whole:  # so that chunks of a bucket come out alike
+        limit_bytes = max(limit_bytes, num_chunks * max((p.nbytes for p in params), default=0))
     return [
-        plan_bucket(params, members, num_chunks, together=together)
+        plan_bucket(params, members, num_chunks, together=together, whole=whole)
         for members, together in group_by_storage(params, backwards, limit_bytes)
     ]
 
@@ -232,6 +236,7 @@ def plan_bucket(
     num_chunks: int,
     *,
     together: bool = False,
+    whole: bool = False,
     unit: int = BLOCK_NUMEL,
 ) -> BucketPlan:
     """Lay parameters of one dtype out in one bucket.
@@ -241,14 +246,17 @@ def plan_bucket(
         members: Which of them, in order, as indices.
         num_chunks: Devices that share the work.
         together: They lie side by side in one storage, as a recurrent layer's weights, and stay so.
+        whole: Each parameter is in one chunk: they are dealt out by size, or if ``together`` all in the first.
         unit: Parameters begin at, and chunks are whole multiples of so many elements.
     """
     tensors = [params[i] for i in members]
     if together:
         starts = [int(t.storage_offset()) for t in tensors]
         end = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+        end *= num_chunks if whole else 1
     else:
-        *starts, end = itertools.accumulate((-(-t.numel() // unit) * unit for t in tensors), initial=0)
+        sizes = [-(-t.numel() // unit) * unit for t in tensors]
+        starts, end = _deal_out(sizes, num_chunks) if whole else _side_by_side(sizes)
     slots = [
         # Strides as the tensor's if it fills its memory, as channels_last does, else contiguous.
         Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=torch.empty_like(t, device="meta").stride())
@@ -263,6 +271,23 @@ def plan_bucket(
         num_chunks=num_chunks,
         has_gaps=sum(t.numel() for t in tensors) < chunk_numel * num_chunks,
     )
+
+
+def _side_by_side(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each begins, and the end."""
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    return starts, end
+
+
+def _deal_out(sizes: Sequence[int], num_chunks: int) -> tuple[list[int], int]:
+    """Return where each begins, and the end, in chunks of one length: the largest first, to the emptiest chunk."""
+    ends, places = [0] * num_chunks, [(0, 0)] * len(sizes)
+    for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+        chunk = ends.index(min(ends))
+        places[k] = chunk, ends[chunk]
+        ends[chunk] += sizes[k]
+    longest = max(ends)
+    return [chunk * longest + start for chunk, start in places], longest * num_chunks
 
 
 def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:

@@ -42,13 +42,18 @@ class FlatParameters:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_bytes: int = UPDATE_BYTES
+        self,
+        params: Sequence[Tensor],
+        devices: Sequence[torch.device],
+        bucket_bytes: int = UPDATE_BYTES,
+        *,
+        whole: bool = False,
     ) -> None:
         _check_places(params, devices[0])
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
-        self.plans = plan_buckets(params, len(devices), bucket_bytes)
+        self.plans = plan_buckets(params, len(devices), bucket_bytes, whole=whole)
         self.values = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         self.grads = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         # Views of their own version counters: of the values, to notice writes; of the gradients, which are new.

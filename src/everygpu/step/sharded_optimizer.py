@@ -16,7 +16,7 @@ from everygpu.parallel.buckets import check_bucket_cap, plan_buckets, update_buc
 from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.progress import running
 from everygpu.step.flat_parameters import check_memory
-from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
+from everygpu.step.shards import ELEMENTWISE, WHOLE, Shards, State, all_params, can_shard
 from everygpu.torch_private.core import foreach_copy_
 
 _OWNER = "_everygpu_sharded"
@@ -37,11 +37,15 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         optimizer: One of torch.optim that updates each element by itself: ASGD, Adadelta, Adagrad, Adam, AdamW,
-            Adamax, NAdam, RAdam, RMSprop, Rprop, SGD. What state it has is taken over.
+            Adamax, NAdam, RAdam, RMSprop, Rprop, SGD; or each parameter: Adafactor, Muon. What state it has is taken
+            over.
         device_ids: As for ``DataParallel``; when left out, every CUDA device if the parameters are on CUDA, else
             the parameters' own device.
         bucket_cap_mb: Gradients and parameters travel in buckets of about this many MiB; 16 when left out, or more for
             large models. In ``TrainStep`` the ``bucket_cap_mb`` of its ``DataParallel`` is used.
+        whole: Each parameter is updated by one device, whole; they are dealt out by size. So it is for Adafactor and
+            Muon; for an optimizer of your own, as Shampoo, you say by this that it updates each parameter from its own
+            gradient and state alone.
     Attributes:
         module: The stock optimizer.
     Raises:
@@ -59,10 +63,12 @@ class ShardedOptimizer(Optimizer):
         device_ids: Sequence[DeviceLike] | None = None,
         *,
         bucket_cap_mb: float | None = None,
+        whole: bool = False,
     ) -> None:
-        _check(optimizer)
+        _check(optimizer, whole=whole)
         check_bucket_cap(bucket_cap_mb, "ShardedOptimizer")
         self.module = optimizer
+        self.whole = whole or type(optimizer) in WHOLE
         self.bucket_cap_mb = bucket_cap_mb
         self.devices = _find_devices(optimizer, device_ids)
         # Not Optimizer.__init__, which wants parameters of its own: this gives it its hooks.
@@ -140,10 +146,11 @@ class ShardedOptimizer(Optimizer):
             del self.module.__getstate__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "devices": self.devices, "bucket_cap_mb": self.bucket_cap_mb}
+        options = {"bucket_cap_mb": self.bucket_cap_mb, "whole": self.whole}
+        return {"module": self.module, "devices": self.devices, "options": options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], state["devices"], bucket_cap_mb=state["bucket_cap_mb"])  # type: ignore[misc]
+        self.__init__(state["module"], state["devices"], **state["options"])  # type: ignore[misc]
 
     # How TrainStep uses it.
 
@@ -214,7 +221,7 @@ class ShardedOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         shards = self._shards
         if not isinstance(shards, _ChunkShards) or not shards.fits(params):
-            shards = _ChunkShards(self.module, params, self.devices, self.bucket_cap_mb)
+            shards = _ChunkShards(self.module, params, self.devices, self.bucket_cap_mb, whole=self.whole)
             self.attach(params, shards)
         return shards
 
@@ -274,17 +281,18 @@ class ShardedOptimizer(Optimizer):
             self.module.state.pop(p, None)
 
 
-def _check(optimizer: Any) -> None:
+def _check(optimizer: Any, *, whole: bool) -> None:
     if isinstance(optimizer, ShardedOptimizer) or not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"ShardedOptimizer: needs a torch.optim.Optimizer, got {type(optimizer).__qualname__}. "
             f"Pass for instance torch.optim.AdamW(model.parameters())."
         )
-    if not can_shard(optimizer):
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    if not (whole or can_shard(optimizer)):
+        names = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, *WHOLE))
         raise OptimizerError(
             f"ShardedOptimizer: the optimizer must be one of {names}, not differentiable, got "
-            f"{type(optimizer).__qualname__}. Use it as it is: on the primary device."
+            f"{type(optimizer).__qualname__}. Pass whole=True if it updates each parameter from that one's gradient "
+            f"and state alone; else use it as it is: on the primary device."
         )
     if any(map(is_shard, all_params(optimizer))):
         raise OptimizerError(
@@ -313,12 +321,14 @@ class _ChunkShards(Shards):
         params: Sequence[Tensor],
         devices: Sequence[torch.device],
         bucket_cap_mb: float | None,
+        *,
+        whole: bool,
     ) -> None:
         check_memory(params)
         self._shapes = [_shape_of(p) for p in params]
-        plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
+        plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb), whole=whole)
         values, grads = ([[plan.make_chunk(d) for d in devices] for plan in plans] for _ in range(2))
-        super().__init__(optimizer, params, plans, values, grads)
+        super().__init__(optimizer, params, plans, values, grads, whole=whole)
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, of the same shapes and dtypes."""

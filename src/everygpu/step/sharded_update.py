@@ -137,6 +137,7 @@ class ShardedUpdate:
         self._optimizer = optimizer
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         self._replicas: ReplicaSet | None = None
+        self._rank_sums: RankSums | None = None
         self._touched: set[int] = set()
         self._flags: Tensor | None = None
         self._is_added_up = False
@@ -425,7 +426,8 @@ class ShardedUpdate:
         if self._sharded is not None:
             place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
         bucket_bytes = update_bucket_bytes(params, model.bucket_cap_mb, over_ranks=self._group is not None)
-        self.flat_params = FlatParameters(params, model.replica_devices, bucket_bytes)
+        whole = self._sharded is not None and self._sharded.whole
+        self.flat_params = FlatParameters(params, model.replica_devices, bucket_bytes, whole=whole)
         if before is not None:
             self.flat_params.take_grads(before)
         self._replicas, self._rank_sums = None, None
@@ -448,7 +450,9 @@ class ShardedUpdate:
         flat_params = self.flat_params
         self._num_arrangements += 1
         values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
-        self._shards = Shards(optimizer.module, flat_params.params, flat_params.plans, values, grads, fuses=True)
+        self._shards = Shards(
+            optimizer.module, flat_params.params, flat_params.plans, values, grads, fuses=True, whole=optimizer.whole
+        )
         optimizer.attach(flat_params.params, self._shards)
         self._has_kernels = can_update_early(flat_params, self._shards)
 

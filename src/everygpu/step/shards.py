@@ -7,15 +7,16 @@ optimizer of the stock one's own class: each element is updated by torch's own c
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everygpu import comm
+from everygpu import comm, tree
 from everygpu.comm.streams import queueing_on
+from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets import BucketPlan, Piece
 from everygpu.step.update import skips_on_device
 
@@ -34,6 +35,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """Optimizers that update each element by itself, so that it doesn't matter where a parameter is cut."""
 
+WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
+"""Optimizers that update each parameter by itself, but as a whole: one device does."""
+
 FUSED: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Those with fused kernels on CUDA, which leave a step out, and take the learning rate, on the device."""
 
@@ -48,8 +52,9 @@ State = dict[str, Any]
 
 
 def can_shard(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer's work can be spread: exactly torch's own, as a subclass may do anything."""
-    return type(optimizer) in ELEMENTWISE and not any(g.get("differentiable") for g in optimizer.param_groups)
+    """Whether an optimizer's work can be spread: exactly torch's own, as a subclass may do anything."""
+    is_known = type(optimizer) in (*ELEMENTWISE, *WHOLE)
+    return is_known and not any(g.get("differentiable") for g in optimizer.param_groups)
 
 
 def can_fuse(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
@@ -78,7 +83,7 @@ class Fragment:
     start: int
     """Where the first begins in the chunk."""
     param: nn.Parameter
-    """A flat view of the values' memory, with the gaps between the pieces."""
+    """A flat view of the values' memory, with the gaps between the pieces; or one parameter, with its own shape."""
     grad: Tensor
     """Likewise of the gradients'."""
 
@@ -98,7 +103,7 @@ class Shards:
     """The optimizers of all devices: the stock one's options are read at every step, and its state moves here.
 
     ``values`` and ``grads`` are chunks, one per device for each bucket; ``fuses`` has torch's fused kernels used where
-    they can serve.
+    they can serve. ``whole``: chunks have whole parameters, and the optimizer gets each by itself.
     """
 
     def __init__(
@@ -110,12 +115,14 @@ class Shards:
         grads: Sequence[Sequence[Tensor]],
         *,
         fuses: bool = False,
+        whole: bool = False,
     ) -> None:
         self.params = list(params)
         self.devices = [chunk.device for chunk in values[0]] if values else []
         self.version = 0
         """Changes with the memory of the states."""
         self._stock = optimizer
+        self._whole = whole
         self._values, self._grads, self._plans = values, grads, plans
         self._slots = {slot.index: slot for plan in plans for slot in plan.slots}
         owner = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -129,7 +136,7 @@ class Shards:
     def take_state(self, state: Mapping[Tensor, State]) -> None:
         """Give each device its part of a state as the stock optimizer has it; parameters left out have none."""
         wholes = [state.get(p) or {} for p in self.params]
-        kinds = [_kind_of(whole, p) for whole, p in zip(wholes, self.params)]
+        kinds = [() if self._whole else _kind_of(whole, p) for whole, p in zip(wholes, self.params)]
         self.version += 1
         self._known: set[int] = set()
         """Parameters that were updated since, so that they have a state, if any have."""
@@ -271,7 +278,7 @@ class Shards:
         def key(piece: Piece) -> Hashable:
             i = piece.index
             # One without elements lies in another's place. On one device torch's kernels are quicker with many tensors.
-            alone = i if piece.numel == 0 or len(self.devices) == 1 else None
+            alone = i if piece.numel == 0 or len(self.devices) == 1 or self._whole else None
             return self._group_of[i], kinds[i], alone, self._kinds[i]
 
         fragments = []
@@ -280,8 +287,15 @@ class Shards:
             for _, run in itertools.groupby(sorted(plan.pieces(chunk), key=lambda piece: piece.start), key):
                 pieces = list(run)
                 group = self._group_of[pieces[0].index]
-                fragments.append(_make_fragment(b, group, pieces, self._values[b][chunk], self._grads[b][chunk]))
+                fragment = _make_fragment(b, group, pieces, self._values[b][chunk], self._grads[b][chunk])
+                fragments.append(self._shaped(fragment) if self._whole else fragment)
         return fragments
+
+    def _shaped(self, f: Fragment) -> Fragment:
+        """Give a fragment that is one parameter its shape."""
+        slot = self._slots[f.pieces[0].index]
+        param, grad = (t.as_strided(slot.shape, slot.strides) for t in (f.param.data, f.grad))
+        return replace(f, param=nn.Parameter(param), grad=grad)
 
     def _make_optimizer(self, fragments: Sequence[Fragment]) -> Any:
         groups = [
@@ -289,7 +303,13 @@ class Shards:
             for params, group in zip(self._params_of(fragments), self._stock.param_groups)
         ]
         kind: Any = type(self._stock)
-        return kind(groups)
+        try:
+            return kind(groups)
+        except TypeError as error:
+            raise OptimizerError(
+                f"ShardedOptimizer: makes a {kind.__name__} for each device from param_groups that have all options, "
+                f"which its constructor doesn't take ({error}). Give its other arguments defaults."
+            ) from error
 
     def _params_of(self, fragments: Sequence[Fragment]) -> list[list[Tensor]]:
         """Return each group's parameters."""
@@ -309,6 +329,8 @@ class Shards:
     def _join_parts(self, name: str, wholes: Sequence[State], f: Fragment) -> Any:
         """Return a fragment's part of a state that the stock optimizer has."""
         value = wholes[0][name]
+        if self._whole:
+            return _copy_whole(name, value, f.param.device)
         if _is_number(name, value, self.params[f.pieces[0].index]):
             device = f.param.device
             on_device = self.fuses and name == "step"
@@ -325,6 +347,9 @@ class Shards:
     def _put(self, whole: State, name: str, value: Any, f: Fragment, piece: Piece, home: torch.device) -> None:
         """Put a piece's part of a fragment's state into that of the whole parameter."""
         slot = self._slots[piece.index]
+        if self._whole:
+            whole[name] = _copy_whole(name, value, home)
+            return
         if _is_number(name, value, f.param):
             group = self._stock.param_groups[f.group]
             on_host = self.fuses and not (group.get("fused") or group.get("capturable"))
@@ -379,6 +404,13 @@ def _part_of(name: str, value: Any, f: Fragment, part: Fragment) -> Any:
     if _is_number(name, value, f.param):
         return value.clone() if isinstance(value, Tensor) else value
     return value.narrow(0, part.start - f.start, part.param.numel())
+
+
+def _copy_whole(name: str, value: Any, device: torch.device) -> Any:
+    """Copy a whole parameter's state, of any shape, or a container of tensors."""
+    if name in _PER_PARAMETER:
+        return _copy_number(value, device)
+    return tree.map_leaves(lambda x: comm.copy(x, device, fresh=True) if isinstance(x, Tensor) else x, value)
 
 
 def _copy_number(value: Any, device: torch.device) -> Any:
