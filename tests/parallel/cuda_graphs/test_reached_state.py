@@ -231,6 +231,18 @@ def test_what_triton_has_written_is_tritons(caller: str) -> None:
     assert names == (set() if caller == "triton" else {"run", "dynamic_func"})
 
 
+def test_code_of_a_step_that_fails_is_known() -> None:
+    code = ExecutedCode()
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError), code.noting():
+        fail()
+    assert code.version == 1
+    assert code.functions == [fail]
+
+
 def test_garbage_collection_is_no_part_of_a_step() -> None:
     code = ExecutedCode()
 

@@ -64,12 +64,14 @@ class ExecutedCode:
     def noting(self) -> Iterator[None]:
         """Note what runs within, in this thread and in replicas'."""
         num = len(self._seen)
-        with without_collecting(), profiling(self._note):
-            yield
-        if len(self._seen) > num or self._closures:
-            before = len(self.functions)
-            self._find_functions()
-            self.version += len(self._seen) > num or len(self.functions) > before
+        try:
+            with without_collecting(), profiling(self._note):
+                yield
+        finally:  # what fails has run some code, too
+            if len(self._seen) > num or self._closures:
+                before = len(self.functions)
+                self._find_functions()
+                self.version += len(self._seen) > num or len(self.functions) > before
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         if event not in ("call", "return"):  # of what is written in C
