@@ -4,6 +4,7 @@ import ast
 import copy
 import copyreg
 import functools
+import math
 import sys
 import threading
 from contextvars import ContextVar
@@ -571,3 +572,22 @@ def test_context_variables_are_traced():
     torch.testing.assert_close(ours, torch.full((2,), 6.0))
     assert found == {"reads": {read: 3}, "open": ["kept"]}
     assert (compiler.value_in_context(read), compiler.value_in_context(kept)) == (3, ...)
+
+
+def test_names_that_python_modules_do_not_have_are_noted():
+    found = {}
+
+    def backend(graph, inputs):
+        found.update(absent=compiler.absences(compiler.current_trace()))
+        return graph
+
+    def run(x):
+        y = x * getattr(math, "no_such_number", 3) + hasattr(math, "pi") + getattr(math, "pi", 0)
+        try:
+            return y * math.no_other_number
+        except AttributeError:
+            return y
+
+    with compiler.noted_absences():
+        torch.compile(run, backend=backend, fullgraph=True)(torch.ones(2))
+    assert set(found["absent"]) == {(math, "no_such_number"), (math, "no_other_number")}

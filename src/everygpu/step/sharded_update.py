@@ -155,6 +155,9 @@ class ShardedUpdate:
             prefer_fused(optimizer)
         self._arrange(self._trainable(), None)
 
+    asks_ranks = False
+    """Whether ``norm`` is of gradients on several ranks, which all ask for it."""
+
     @property
     def is_spread(self) -> bool:
         """Whether each device has a share."""
@@ -470,6 +473,8 @@ class FullyShardedUpdate(ShardedUpdate):
         group: Its ranks.
         optimizer: A stock one, of its parameters.
     """
+
+    asks_ranks = True
 
     def __init__(self, model: DataParallel, group: Group, optimizer: Optimizer) -> None:
         super().__init__(model, optimizer)

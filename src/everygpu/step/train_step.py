@@ -42,7 +42,7 @@ from everygpu.step.options import (
 )
 from everygpu.step.recordable_step import make_capture
 from everygpu.step.replica_check import make_check
-from everygpu.step.update import LossScale, clip_factor, multiply
+from everygpu.step.update import LossScale, Shares, clip_factor, find_inf, multiply
 
 logger = logging.getLogger("everygpu")
 
@@ -71,8 +71,8 @@ class StepStats:
     loss: float
     """Of the last batch."""
     grad_norm: float
-    """Of the whole gradient at the last update, before clipping; nan where nothing needed it, as in a recorded step
-    without ``clip_norm``: ``clip_norm=math.inf`` has it computed."""
+    """Of the whole gradient at the last update, before clipping; nan after a recorded step without ``clip_norm``:
+    ``clip_norm=math.inf`` has it computed."""
     num_steps: int
     """Updates so far, those skipped included."""
     num_skipped: int
@@ -173,6 +173,8 @@ class TrainStep:
         """Of the batches of this update, which is left out where one isn't finite."""
         self._norm: Tensor | None = None
         """Of the last gradient, before it was clipped, where that was computed."""
+        self._shares: Shares = []
+        """The last gradient, where its norm was not, until the next update begins."""
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
         self._replica_check = make_check(self.model, self._strategy, check_every)
@@ -267,6 +269,8 @@ class TrainStep:
     def stats(self) -> StepStats:
         """Return the figures of the last step; waits for the device."""
         self._finite_check.wait()
+        if self._shares:
+            self._norm, self._shares = self._strategy.norm(self._shares), []
         return StepStats(
             loss=self._last_loss.item(),
             grad_norm=float("nan") if self._norm is None else self._norm.item(),
@@ -316,7 +320,7 @@ class TrainStep:
 
     def _begin(self, batch: Batch) -> None:
         if self._num_batches == 0:  # what an update that was given up has left counts nothing
-            self._losses = None
+            self._losses, self._shares = None, []
             self._weights.drop()
         if self._ranks is not None:
             if self._num_batches == 0:
@@ -371,10 +375,13 @@ class TrainStep:
         if isinstance(factor, Tensor) or factor != 1:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
-        needs_norm = self.clip_norm is not None or looks
+        needs_norm = self.clip_norm is not None or (looks and self._strategy.asks_ranks)
         norm = self._norm = self._strategy.norm(shares) if needs_norm else None
         if norm is not None and self.clip_norm is not None:
             multiply(shares, clip_factor(norm, self.clip_norm))
+        if norm is None:
+            found_inf = find_inf(shares, self._made) if looks else found_inf
+            self._shares = [] if self._strategy.asks_ranks else shares
         status = None if losses is None else self._judge(losses, found_inf)
         if status is not None:
             found_inf = torch.ne(status, MADE, out=torch.empty_like(status))
@@ -391,7 +398,9 @@ class TrainStep:
             # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
             is_bad = status.isnan() | ((found_inf != 0) & (self._scale.value < 1))
             return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()
-        return (status if self._norm is None else torch.add(status, self._norm, alpha=0)).float()
+        if self._norm is not None:
+            return torch.add(status, self._norm, alpha=0).float()
+        return status if found_inf is None else torch.where(found_inf != 0, float("nan"), status).float()
 
     def _finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
         """Take note of an update that a recording has queued, and of its norm where that had to be known."""

@@ -34,9 +34,7 @@ class LossScale:
 
     def unscale(self, shares: Shares) -> Tensor:
         """Divide gradients in place; return, shape (), 1 where any gradient is not finite, else 0."""
-        found = [self._unscale(grads) for grads in shares]
-        copies = [comm.copy(f, self.value.device) for f in found]
-        return torch.stack(copies).amax() if copies else torch.zeros_like(self.value)
+        return _any_of([self._unscale(grads) for grads in shares], self.value)
 
     def update(self, found_inf: Tensor) -> None:
         """Lower the scale after a step that was skipped, raise it after many that were not."""
@@ -62,6 +60,23 @@ class LossScale:
         inverse = self.value.double().reciprocal().float()
         unscale_(grads, found_inf, comm.copy(inverse, found_inf.device))
         return found_inf
+
+
+def find_inf(shares: Shares, one: Tensor) -> Tensor:
+    """Return, on the device of ``one``, which is 1, of shape (), 1 where any gradient is not finite, else 0."""
+    found = []
+    for grads in shares:
+        norms = norms_of(grads)
+        found.append(torch.zeros((), dtype=torch.float32, device=norms[0].device))
+        unscale_(norms, found[-1], comm.copy(one, norms[0].device))
+    return _any_of(found, one)
+
+
+def _any_of(found: Sequence[Tensor], like: Tensor) -> Tensor:
+    copies = [comm.copy(x, like.device) for x in found]
+    if len(copies) == 1:
+        return copies[0]
+    return torch.stack(copies).amax() if copies else torch.zeros_like(like)
 
 
 def total_norm(shares: Shares, home: torch.device) -> Tensor:

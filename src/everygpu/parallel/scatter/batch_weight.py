@@ -25,7 +25,6 @@ def weigh_batch(
     kwargs: Mapping[str, Any],
     targets: Sequence[Any] = (),
     *,
-    module: nn.Module | None = None,
     loss: Any = None,
     dim: int,
     num_devices: int,
