@@ -35,14 +35,14 @@ def _quotas(system: Path) -> Iterator[float]:
     with suppress(OSError):
         for line in (system / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            is_v2 = controllers == ""
-            root = system / "sys/fs/cgroup" / ("" if is_v2 else "cpu")
-            if not is_v2 and "cpu" not in controllers.split(","):
-                continue
+            root, names = system / "sys/fs/cgroup", ["cpu.max"]
+            if controllers:  # of v1
+                root, names = root / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+                if "cpu" not in controllers.split(","):
+                    continue
             own = root / path.lstrip("/")
             for folder in (own, *own.parents):
                 with suppress(OSError, ValueError):  # "max", which is none, is no number
-                    names = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
                     quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
                     if quota > 0:
                         yield quota / period
@@ -87,16 +87,12 @@ if sys.platform != "win32":
                     with process.ends[1]:
                         started = ForkProcess._Popen(process)
                     ours.settimeout(limit_s)
-                    try:
-                        if ours.recv(1):
-                            ours.send(b".")
-                    except ConnectionError:  # it has died, which is seen later
-                        pass
-                    except TimeoutError:
-                        started.kill()
-                        started.wait()
-                        continue
-                    return started
+                    with suppress(TimeoutError):
+                        with suppress(ConnectionError):  # it has died, which is seen later
+                            ours.send(ours.recv(1))
+                        return started
+                started.kill()
+                started.wait()
             process.is_stuck = True
             return started
 

@@ -81,25 +81,21 @@ class Dealing:
         self.group, self.kind = group, kind
         self.lockstep = None if kind == "indexed" else Lockstep(group, must_match=kind == "whole")
         """None where all ranks know the number of batches from the sampler."""
-        self._are_empty: deque[bool] = deque()
-        self._first = ""
+        self.are_empty: deque[bool] = deque()
+        """Of the batches that were cut and not taken, whether this rank has no rows."""
 
     def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
         for whole in batches:
             indices = list(whole)
             own = indices[self._share(len(indices))]
-            self._are_empty.append(not own)
+            self.are_empty.append(not own)
             yield own or indices[:1]
-
-    def restart(self) -> None:
-        """Forget what was cut of an order that begins again."""
-        self._are_empty.clear()
 
     def take(self, batch: Any, dim: int = 0) -> Any:
         """Return this rank's rows of what the loader has given; called for each batch, in order."""
         if self.kind == "indexed":
-            return slice_rows(batch, slice(0, 0), dim) if self._are_empty.popleft() else batch
+            return slice_rows(batch, slice(0, 0), dim) if self.are_empty.popleft() else batch
         own = batch
         if self.kind == "whole":
             num_rows = find_rows([("batch", batch)], dim)
@@ -109,15 +105,12 @@ class Dealing:
             self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, empty, dim)), digest)
         return own
 
-    def note_first(self, batches: list[Any]) -> None:
-        """Note the first batch's indices, if there is one, to be compared."""
-        self._first = repr([list(batch) for batch in batches])
-
-    def check(self, sampler: Any) -> None:
+    def check(self, sampler: Any, first: list[Any]) -> None:
         """Compare the first batch's indices and the number of batches, once the order is drawn: else rows are lost."""
         if self.kind != "indexed":
             return
-        if len(set(self.group.gather(zlib.crc32(f"{length_of(sampler)} {self._first}".encode())))) > 1:
+        digest = zlib.crc32(f"{length_of(sampler)} {[list(batch) for batch in first]}".encode())
+        if len(set(self.group.gather(digest))) > 1:
             raise RankError(
                 "Feeder: ranks must draw the same order from the same data, got different first batches or numbers of "
                 "batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its own. "

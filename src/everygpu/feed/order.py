@@ -151,7 +151,7 @@ class Order:
                 self._sampler.draw(now, number, own, dealing if self.kind == "indexed" else None)
                 batches = self._begin_indexed(self._sampler, now)
         if dealing is not None and self._sampler is not None:
-            dealing.check(self._sampler)
+            dealing.check(self._sampler, self._sampler.first)
         # Only now: what interrupts the beginning leaves the position as it was.
         self._pass, self._is_resumed = now, False
         return batches, now, dealing
@@ -349,7 +349,7 @@ class _OrderSampler:
         elif self._is_begun:
             self._pass.drawn.clear()
             if self._cuts is not None:
-                self._cuts.restart()
+                self._cuts.are_empty.clear()
             self._order = self._draw(self._start)
         self.is_asked = True
         return self._order
@@ -364,12 +364,9 @@ class _OrderSampler:
             indices = (list(i) if type(i) is list else i for i in order)
             if is_first and own is None:
                 _check_drawn_again(deque(islice(indices, self._at.batch), maxlen=1), self._at.last)
-            first = list(islice(indices, 1))  # samplers draw their order when they are asked for an index
-        found = self._noted(chain(first, indices))
-        if self._cuts is None:
-            return found
-        self._cuts.note_first(first)
-        return self._cuts.cut(found)
+            self.first = list(islice(indices, 1))  # samplers draw their order when they are asked for an index
+        found = self._noted(chain(self.first, indices))
+        return found if self._cuts is None else self._cuts.cut(found)
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._is_begun = True
