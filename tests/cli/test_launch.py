@@ -17,15 +17,15 @@ def parse(*arguments, **options):
 def test_alone_on_a_machine():
     parsed = parse(2, {}, "dir/train.py", ["--lr", "1"])
     assert (parsed.standalone, parsed.nproc_per_node) == (True, "2")
-    assert (parsed.module, parsed.training_script) == (True, "everygpu.cli.rank")
-    assert parsed.training_script_args == ["dir/train.py", "--lr", "1"]
+    assert (parsed.module, parsed.training_script) == (True, "everygpu")
+    assert parsed.training_script_args == ["--rank", "dir/train.py", "--lr", "1"]
 
 
 def test_several_machines_meet_by_c10d():
     parsed = parse(4, {"--nnodes": "2", "--rdzv-endpoint": "first:29400"}, "dir/train.py", ["--nnodes", "9"])
     assert (parsed.standalone, parsed.nproc_per_node, parsed.nnodes) == (False, "4", "2")
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id) == ("c10d", "first:29400", "train.py")
-    assert parsed.training_script_args == ["dir/train.py", "--nnodes", "9"]
+    assert parsed.training_script_args == ["--rank", "dir/train.py", "--nnodes", "9"]
 
 
 def test_other_ways_to_meet_are_torchruns():
@@ -36,8 +36,8 @@ def test_other_ways_to_meet_are_torchruns():
 
 def test_a_module():
     parsed = parse(2, {}, "package.train", ["-x"], is_module=True)
-    assert (parsed.module, parsed.training_script) == (True, "everygpu.cli.rank")
-    assert parsed.training_script_args == ["-m", "package.train", "-x"]
+    assert (parsed.module, parsed.training_script) == (True, "everygpu")
+    assert parsed.training_script_args == ["--rank", "-m", "package.train", "-x"]
 
 
 def test_options_are_torchruns_own():

@@ -121,7 +121,7 @@ def torchrun_arguments(
     alone = [] if "--nnodes" in options else ["--standalone"]
     written = [text for name, value in {"--signals-to-handle": _SIGNALS, **options}.items() for text in (name, value)]
     # After -- torchrun takes no option of the script's for one of its own. The exit codes are those of one process.
-    ours = ["--module", "--", "everygpu.cli.rank", *(["-m"] if is_module else [])]
+    ours = ["--module", "--", "everygpu", "--rank", *(["-m"] if is_module else [])]
     return [*alone, "--nproc-per-node", str(num_processes), *written, *ours, script, *args]
 
 
