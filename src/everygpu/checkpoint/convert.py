@@ -42,10 +42,8 @@ def convert(
     """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete."""
     target = SUFFIXES.get(destination.suffix)
     if target is None:
-        raise OptionError(
-            f"convert: {destination.name} ends with {destination.suffix or 'nothing'}, of which no format is known. "
-            f"Choose one of {', '.join(SUFFIXES)}."
-        )
+        what = f"{destination.name} ends with {destination.suffix or 'nothing'}, of which no format is known"
+        raise OptionError(f"convert: {what}. Choose one of {', '.join(SUFFIXES)}.")
     if destination.exists() and (not overwrite or destination.is_dir()):
         todo = "Choose a file" if overwrite else "Pass --overwrite to replace it"
         raise OptionError(f"convert: {destination} exists. {todo}.")

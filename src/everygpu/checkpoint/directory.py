@@ -65,9 +65,9 @@ def resolve_target(path: Path, is_step: bool = False) -> Path:
     if not target.exists():
         return target
     if not target.is_dir():
+        free = path.with_suffix("")
         raise CheckpointForeignError(
-            f"save: {path} is a file, a checkpoint is a directory. Choose a name without a file, for instance "
-            f"{path.with_suffix('')}."
+            f"save: {path} is a file, a checkpoint is a directory. Choose for instance {free}."
         )
     problem, here = "", Path(os.path.realpath("."))
     others = sorted(n for n in os.listdir(target) if not (n in (_STAGE, PENDING) and _is_left(target / n, gone=True)))
@@ -107,10 +107,8 @@ def hold_lock(path: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout as cause:
-        raise CheckpointBusyError(
-            f"Another saver is writing to {path.parent}: {path.name} there is locked. Wait for it, or choose another "
-            f"place."
-        ) from cause
+        what = f"Another saver is writing to {path.parent}: {path.name} there is locked."
+        raise CheckpointBusyError(f"{what} Wait for it, or choose another place.") from cause
     try:
         yield
     finally:

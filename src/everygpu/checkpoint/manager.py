@@ -109,10 +109,8 @@ class CheckpointManager:
             raise OptionError(f"CheckpointManager: keep and every count from 1, got {keep!r} and {every!r}.")
         kinds = [type(one) for one in best or ()]
         if best is not None and (kinds != [str, str, int] or best[1] not in get_args(Mode) or best[2] < 1):
-            raise OptionError(
-                f"CheckpointManager: best is a metric, 'min' or 'max', and a number, got {cut(repr(best))}. Pass for "
-                f"instance best=('accuracy', 'max', 3)."
-            )
+            got = cut(repr(best))
+            raise OptionError(f"CheckpointManager: best is a metric, 'min' or 'max', and a number from 1, got {got}.")
         self.keep, self.every, self._best = keep, every, best
         self.asynchronous, self._is_clearing = asynchronous, overwrite
         self._objects = {name: value for name, value in objects.items() if value is not None}
@@ -271,10 +269,8 @@ class CheckpointManager:
     def _require_resumed(self) -> None:
         """Refuse to mix this run's checkpoints with another one's."""
         if not self._is_resumed and not self._is_clearing and (saved := list_saved(self.directory)):
-            raise CheckpointForeignError(
-                f"save: {self._name} has checkpoints of an earlier run, the newest of step {saved[0].step}. Call "
-                f"resume() first to go on from it, or pass overwrite=True to remove them."
-            )
+            what = f"{self._name} has checkpoints of an earlier run, the newest of step {saved[0].step}"
+            raise CheckpointForeignError(f"save: {what}. Call resume() first to go on, or pass overwrite=True.")
 
     def _take_metrics(self, given: Mapping[str, Any]) -> dict[str, float]:
         # A Meter's rows are those of one rank; all ranks come here.
@@ -282,10 +278,8 @@ class CheckpointManager:
         if self._best is not None and numbers:
             self._has_metric |= self._best[0] in numbers
             if not self._has_metric:  # it may be computed at some saves only
-                raise OptionError(
-                    f"save: best is by {self._best[0]!r}, got {', '.join(map(repr, numbers))}. Give both the same "
-                    f"name, or leave metrics out where it is not computed yet."
-                )
+                got = ", ".join(map(repr, numbers))
+                raise OptionError(f"save: best is by {self._best[0]!r}, got {got}. Give both the same name.")
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
     def _settle(self) -> None:
@@ -315,10 +309,8 @@ class CheckpointManager:
 
     def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
         if is_claimed(self.directory):
-            raise CheckpointForeignError(
-                f"save: {self._name} is a checkpoint itself, and a run has a directory for several. Choose another "
-                f"one, for instance {self._name.with_name(self._name.name + '-run')}."
-            )
+            other = self._name.with_name(f"{self._name.name}-run")
+            raise CheckpointForeignError(f"save: {self._name} is a checkpoint itself. Choose for instance {other}.")
         with must_be_writable(self.directory, "save"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with hold_lock(self.directory / LOCK):
@@ -347,7 +339,4 @@ def _number(metric: str, value: Any) -> float:
 def _require_step(step: Any, function: str) -> int:
     if type(step) is int and step >= 0:
         return step
-    raise OptionError(
-        f"{function}: step is a whole number from 0 on, got {cut(repr(step))}. What is saved is passed to "
-        f"CheckpointManager(directory, model=model)."
-    )
+    raise OptionError(f"{function}: step is a whole number from 0 on, got {cut(repr(step))}. Models go to the manager.")

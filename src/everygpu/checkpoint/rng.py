@@ -33,10 +33,8 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
         kind = type(numpy.random.get_bit_generator())  # type: ignore[attr-defined]
         numpy.random.RandomState(kind()).set_state(states["numpy"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
-        raise CheckpointDamagedError(
-            f"load: The saved random states are damaged ({type(cause).__name__}: {cut(cause)}). Nothing was loaded; "
-            f"leave out rng=True."
-        ) from cause
+        what = f"The saved random states are damaged ({type(cause).__name__}: {cut(cause)})"
+        raise CheckpointDamagedError(f"load: {what}. Nothing was loaded; leave out rng=True.") from cause
 
     def restore() -> None:
         random.setstate(states["python"])

@@ -139,10 +139,8 @@ def _deal(document: Mapping[str, Any], tensors: Files, key: str) -> Taken:
         try:
             group.read_note(f"{key}: rank {rank}", MEET_S)
         except RankError as cause:
-            raise RankError(
-                f"save: the model is shared out over ranks, and rank {rank} hasn't come to save its part in "
-                f"{MEET_S:g} s. Call save on all ranks, not under is_main()."
-            ) from cause
+            what = f"the model is shared out over ranks, and rank {rank} hasn't come to save its part in {MEET_S:g} s"
+            raise RankError(f"save: {what}. Call save on all ranks, not under is_main().") from cause
     # Those that every rank has come first, to stand in files of rank 0.
     ordered = {stem: dict(sorted(part.items(), key=lambda named: is_shard(named[1]))) for stem, part in tensors.items()}
     files = files_of(ordered, group.size)

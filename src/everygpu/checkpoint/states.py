@@ -99,10 +99,8 @@ def check_targets(targets: Mapping[str, object], function: str, options: Collect
         if kind_of(target) == "plain":
             near = get_close_matches(name, options, n=1)
             otherwise = f"Did you mean {near[0]}=?" if near else "Leave it out and read it from load's result."
-            raise CheckpointContentError(
-                f"{function}: {name} must be an object to restore in place, got {type(target).__qualname__}. "
-                f"{_ADVICE.get(name, otherwise)}"
-            )
+            what = f"{name} must be an object to restore in place, got {type(target).__qualname__}"
+            raise CheckpointContentError(f"{function}: {what}. {_ADVICE.get(name, otherwise)}")
 
 
 def has_shards(part: Any) -> bool:
@@ -181,6 +179,10 @@ def detach(value: Any) -> Any:
         ) from cause
 
 
+def _mismatch(name: str, what: str, todo: str = "") -> CheckpointMismatchError:
+    return CheckpointMismatchError(f"load: {name} {what}. Nothing was loaded; {todo}leave {name} out.")
+
+
 @contextmanager
 def _explained(name: str, target: object) -> Iterator[None]:
     """Name what is saved where torch's own objects can't take it; what a user's object raises is the user's."""
@@ -189,10 +191,7 @@ def _explained(name: str, target: object) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
         if isinstance(cause, CheckpointError) or (class_name(target) is None and kind_of(target) != "generator"):
             raise
-        raise CheckpointMismatchError(
-            f"load: {name} can't take the saved state ({type(cause).__name__}: {cut(cause)}). Nothing was loaded; "
-            f"leave {name} out."
-        ) from cause
+        raise _mismatch(name, f"can't take the saved state ({type(cause).__name__}: {cut(cause)})") from cause
 
 
 def restore_all(targets: Mapping[str, Any], restores: Mapping[str, Restore]) -> None:
@@ -233,10 +232,9 @@ def _require_part(contents: Contents, name: str, target: object) -> Part:
     elif part.kind is None and isinstance(part.state, Mapping | Tensor):
         part = replace(part, kind=kind)
     if part.kind != kind:
-        raise CheckpointMismatchError(
-            f"load: {name} was saved as a {part.kind or type(part.state).__qualname__}, which "
-            f"{type(target).__qualname__} can't take. Leave it out to get the saved value back in load's result."
-        )
+        what = f"{name} was saved as a {part.kind or type(part.state).__qualname__}"
+        todo = f"which {type(target).__qualname__} can't take. Leave it out to get it back in load's result"
+        raise CheckpointMismatchError(f"load: {what}, {todo}.")
     return part if kind == "module" or has_shards(target) else replace(part, state=detach(part.state))
 
 
@@ -274,9 +272,9 @@ def find_prefix(names: Iterable[str], expected: Collection[str]) -> str:
         return ""
     first, *others = sorted(prefix for prefix, count in fits.items() if count == best)
     if others:
+        known = cut(", ".join([first, *others]))
         raise CheckpointMismatchError(
-            f"load: The model's names stand under more than one prefix: {cut(', '.join([first, *others]))}, with "
-            f"{best} names each. Choose one prefix, for instance prefix={first!r}."
+            f"load: More than one prefix fits: {known}, with {best} names each. Pass prefix={first!r}."
         )
     return first
 
@@ -293,10 +291,8 @@ def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str
     for name, value in state.items():
         new = new_name(name)
         if not new or new in renamed:
-            raise CheckpointMismatchError(
-                f"load: {cut(name)} would become {new!r} without its prefix, "
-                f"which {'another has' if new else 'is no name'}. Choose another prefix."
-            )
+            what = "which another has" if new else "no name"
+            raise CheckpointMismatchError(f"load: {cut(name)} would become {new!r}, {what}. Choose another prefix.")
         renamed[new] = value
     return renamed
 
@@ -436,19 +432,15 @@ def _plan(name: str, target: Any, part: Part, named: Mapping[str, Tensor]) -> Re
     state = part.state
     if isinstance(target, torch.Generator):
         if not isinstance(state, Tensor) or state.shape != target.get_state().shape:
-            raise CheckpointMismatchError(
-                f"load: {name} is a generator on {target.device}, and one of another type of device was saved. Make it "
-                f"there, or leave it out."
-            )
+            what = f"is a generator on {target.device}, and one of another type of device was saved"
+            raise _mismatch(name, what, "make it there, or ")
         return lambda: target.set_state(state)
     is_optimizer = getattr(target, "param_groups", None) is not None
     if is_optimizer:
         saved = state.get("param_groups") if isinstance(state, Mapping) else None
         if (sizes := _group_sizes(saved)) != (own_sizes := _group_sizes(target.param_groups)):
-            raise CheckpointMismatchError(
-                f"load: {name} was saved with parameter groups of {sizes} parameters, got {own_sizes}. Nothing was "
-                f"loaded; make the optimizer with the same parameters."
-            )
+            what = f"was saved with parameter groups of {sizes} parameters, got {own_sizes}"
+            raise _mismatch(name, what, "make it with the same parameters, or ")
     _check_class(target, name, part.class_name, state)
     if is_optimizer:
         state = _take_own(target, name, _in_own_order(target, name, part, named))
@@ -464,10 +456,7 @@ def _check_class(target: Any, name: str, saved: str | None, state: Any) -> None:
         lacking = sorted(target.defaults.keys() - state["param_groups"][0].keys() - _LATER)
         what = f"another class, without {', '.join(lacking)}" if lacking else None
     if what is not None:
-        raise CheckpointMismatchError(
-            f"load: {name} is of {own}, and the saved state of {what}. Nothing was loaded; make one of that class, or "
-            f"leave {name} out."
-        )
+        raise _mismatch(name, f"is of {own}, and the saved state of {what}", "make one of that class, or ")
 
 
 def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor]) -> Any:
@@ -476,21 +465,17 @@ def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor
     if saved is None or any(known is None for group in saved for known in group):
         return part.state
     if not named:
-        raise CheckpointMismatchError(
-            f"load: {name}'s state is kept by the names of the model's parameters. Pass the model along: "
-            f"load(path, model=model, {name}={name})."
-        )
+        todo = f"Pass the model along: load(path, model=model, {name}={name})."
+        raise CheckpointMismatchError(f"load: {name}'s state is kept by the names of the model's parameters. {todo}")
     groups = []
     for theirs, group, own in zip(saved, part.state["param_groups"], target.param_groups):
         ids = {id(named.get(str(known))): i for known, i in zip(theirs, group["params"])}
         order = [ids.get(id(p)) for p in own["params"]]
         is_one_state = isinstance(target, LBFGS)  # of all parameters together
         if None in order or (is_one_state and order != list(group["params"])):
-            raise CheckpointMismatchError(
-                f"load: {name} has other parameters, or in another order, than the saved group of "
-                f"{cut(', '.join(map(str, theirs)))}. Nothing was loaded; make the optimizer with the same "
-                f"parameters in each group."
-            )
+            known = cut(", ".join(map(str, theirs)))
+            what = f"has other parameters, or in another order, than the saved group of {known}"
+            raise _mismatch(name, what, "make it with the same parameters in each group, or ")
         groups.append({**group, "params": order})
     return {**part.state, "param_groups": groups}
 
@@ -506,17 +491,13 @@ def _take_own(target: Any, name: str, state: Any) -> Any:
                 continue
             for what in _BY_SHAPE:
                 if isinstance(tensor := about.get(what), Tensor) and tensor.shape != p.shape:
-                    raise CheckpointMismatchError(
-                        f"load: {name} has a parameter of shape {tuple(p.shape)} where the saved {what} is "
-                        f"{tuple(tensor.shape)}. Nothing was loaded; make it with the same parameters, in order."
-                    )
+                    shapes = f"{tuple(p.shape)} where the saved {what} is {tuple(tensor.shape)}"
+                    raise _mismatch(name, f"has a parameter of shape {shapes}", "make it with the same ones, or ")
             if has_rows:
                 tensors = {k: v for k, v in about.items() if isinstance(v, Tensor) and is_shard(p)}
                 if other := next((k for k, v in tensors.items() if v.numel() > 1 and v.shape != p.shape), None):
-                    raise CheckpointMismatchError(
-                        f"load: {name} keeps {cut(other)} of another shape than its parameter's, as Adafactor does, "
-                        f"and torch can't update this where parameters are spread over ranks. Choose another one."
-                    )
+                    what = f"keeps {cut(other)} of another shape than its parameter's, as Adafactor does, which torch "
+                    raise _mismatch(name, f"{what}can't update on sharded parameters", "choose another one, or ")
                 is_part = {k: k in tensors and v.shape == p.shape for k, v in about.items()}
                 found[key] = {k: part_like(v, p) if is_part[k] else detach(v) for k, v in about.items()}
     return {**state, "state": found} if has_rows else state

@@ -89,13 +89,12 @@ def _broken_pairs() -> frozenset[Pair]:
     broken = {pair: report for pair, report in reports.items() if report.verdict in ("wrong", "hangs")}
     if broken:
         (source, target), report = next(iter(broken.items()))
+        what = "never arrive" if report.verdict == "hangs" else f"arrive wrong ({report.detail})"
+        what += f", as between {len(broken) - 1} more pair(s)" if len(broken) > 1 else ""
         logger.warning(
-            "Direct copies from cuda:%d to cuda:%d %s%s: copies between GPUs go through host memory, which is slower. "
+            "Direct copies from cuda:%d to cuda:%d %s: copies between GPUs go through host memory, which is slower. "
             "`everygpu doctor` tests again and says what to do.",
-            source,
-            target,
-            "never arrive" if report.verdict == "hangs" else f"arrive wrong ({report.detail})",
-            f", as between {len(broken) - 1} more pair(s)" if len(broken) > 1 else "",
+            *(source, target, what),
         )
     return frozenset(broken)
 

@@ -63,10 +63,7 @@ def samplers_of(loader: Any) -> list[Any]:
 def say_once(kind: Kind) -> None:
     """Log what the way of dealing means that was not asked for."""
     if kind == "sharded":
-        logger.warning(
-            "Feeder: the DataLoader has a DistributedSampler: each rank's batches are taken as its own, as by "
-            "sharded=True."
-        )
+        logger.warning("Feeder: with a DistributedSampler each rank's batches are its own, as by sharded=True.")
     elif kind == "whole":
         logger.warning(
             "Feeder: every rank reads all of this loader and keeps its own rows of each batch, since it has no indices "
@@ -112,9 +109,8 @@ class Dealing:
         digest = zlib.crc32(f"{length_of(sampler)} {[list(batch) for batch in first]}".encode())
         if len(set(self.group.gather(digest))) > 1:
             raise RankError(
-                "Feeder: ranks must draw the same order from the same data, got different first batches or numbers of "
-                "batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its own. "
-                "What one rank does alone, such as validating, iterates the DataLoader itself."
+                "Feeder: ranks must draw the same order, got other first batches or numbers of batches. Seed samplers "
+                "alike, or pass sharded=True for data of each rank's own. What one rank does alone iterates the loader."
             )
 
     def _share(self, num_rows: int) -> slice:

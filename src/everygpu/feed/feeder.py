@@ -83,10 +83,8 @@ class Feeder:
         if isinstance(loader, nn.Module) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
             raise OptionError(f"Feeder: {name} is no iterable of batches. Pass a DataLoader first, then the model.")
         if type(prefetch) is not int or prefetch < 0 or (timeout is not None and not (timeout > 0 and prefetch)):
-            raise OptionError(
-                f"Feeder: prefetch counts batches, from 0, and timeout seconds, with prefetch from 1; got {prefetch!r} "
-                f"and {timeout!r}."
-            )
+            got = f"got {prefetch!r} and {timeout!r}"
+            raise OptionError(f"Feeder: prefetch counts batches, from 0, and timeout seconds, with prefetch; {got}.")
         if seed is not None and not (type(seed) is int and 0 <= seed < 2**63):
             raise OptionError(f"Feeder: {seed!r} is no seed. Pass a whole number from 0 to 2**63 - 1, such as 0.")
         self.loader = loader

@@ -129,10 +129,8 @@ def _like(x: Tensor, original: Tensor) -> Tensor:
 
 GRACE_S = 5.0
 """How long a loader's next() may take to return when the loop is left."""
-_WAIT_S = 0.2
-"""Waiting is cut into pieces of this length: on Windows, Ctrl-C gets through only in between."""
 _POLL_S = 0.1
-"""How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
+"""Waiting is cut into pieces of this length: between them Ctrl-C on Windows, dead workers and a loop's end are seen."""
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
 _IN_WORKER = "in DataLoader worker process"
@@ -292,7 +290,7 @@ class _Ahead:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                found = self._ready.get(timeout=max(0.0, min(_WAIT_S, deadline - time.monotonic())))
+                found = self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
                 self._room.release()
                 return found
             except queue.Empty:

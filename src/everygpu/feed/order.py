@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils import data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, IterDataPipe, Sampler, get_worker_info
 
 from everygpu import tree
@@ -34,10 +33,6 @@ from everygpu.ranks.membership import find_membership
 from everygpu.torch_private.core import LoaderIterator, numpy_seed_of_worker
 
 logger = logging.getLogger("everygpu")
-
-_SAMPLERS = ("Batch", "Random", "Sequential", "SubsetRandom", "WeightedRandom")
-_COUNT_NO_EPOCHS = (list, tuple, type(None), *(getattr(torch_data, f"{name}Sampler") for name in _SAMPLERS))
-"""What gives the order of an epoch by its random numbers alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,8 +67,7 @@ class Order:
     def __init__(self, loader: Any, seed: int | None, *, sharded: bool, is_alone: bool = False) -> None:
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             raise OptionError(
-                "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order "
-                "they were drawn in. Leave in_order out."
+                "Feeder: a DataLoader with in_order=False can't be resumed or counted. Leave in_order out."
             )
         samplers, dataset = samplers_of(loader), getattr(loader, "dataset", None)
         self._generators = _generators_of([loader, *samplers], Sampler)
@@ -109,10 +103,8 @@ class Order:
                 self._sampler = own[name] = _OrderSampler(getattr(loader, name), self._generators)
                 self._holder = self._sampler.holder
                 if loader.persistent_workers and id(dataset) in named:
-                    logger.warning(
-                        "Feeder: workers that persist have copies of the dataset, whose set_epoch is called in this "
-                        "process only. Leave persistent_workers out."
-                    )
+                    text = "Feeder: workers that persist have copies of the dataset, which don't hear of set_epoch."
+                    logger.warning("%s Leave persistent_workers out.", text)
 
     @property
     def epoch(self) -> int:
@@ -125,10 +117,9 @@ class Order:
         now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
             now = replace(old, drawn=deque())
-        group = None if self._is_alone else join()
-        dealing = None if group is None else Dealing(group, self.kind)
-        rank = 0
+        group, dealing, rank = None if self._is_alone else join(), None, 0
         if group is not None:
+            dealing = Dealing(group, self.kind)
             found = group.gather((self.seed, self._describe() if self.kind == "sharded" else {}))
             self.seed, self._parts = found[0][0], [part for _, part in found if part]
             rank = 0 if self.kind == "whole" else group.rank  # else transforms would draw the same on all ranks
@@ -171,7 +162,9 @@ class Order:
             )
         of_stream = [getattr(self._loader, "dataset", self._loader)]
         drawn_by = of_stream if self._sampler is None else samplers_of(self._loader)
-        counting = [type(x).__qualname__ for x in drawn_by if type(x) not in _COUNT_NO_EPOCHS]
+        # torch's samplers give the order of an epoch by its random numbers alone.
+        drawn_by = [x for x in drawn_by if type(x).__module__ != Sampler.__module__]
+        counting = [type(x).__qualname__ for x in drawn_by if type(x) not in (list, tuple, type(None))]
         if counting and now.epoch and now.own is None and not self._with_epochs:
             logger.warning(
                 "Feeder: %s has no set_epoch. If it counts its epochs, it begins again with the first one, where the "
@@ -197,9 +190,9 @@ class Order:
             got = f"{type(state).__qualname__}{f' of {list(state)!r:.100}' if isinstance(state, dict) else ''}"
             raise CheckpointMismatchError(f"Feeder: no position: {got}. Pass what Feeder.state_dict returned.")
         if state["own"] is not None and self._holder is None:
+            kind = type(self._loader).__qualname__
             raise CheckpointMismatchError(
-                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
-                f"{type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
+                f"Feeder: the position is of a loader with a state_dict of its own; {kind} has none. Make it as before."
             )
         about = {name: state[name] for name in ("epoch", "own", "is_last")}
         about["batch"], about["last"] = self._find_batch(state) if state["batch"] else (0, None)
@@ -480,6 +473,5 @@ def _check_drawn_again(used: Iterable[Any], digest: int | None) -> None:
         if None not in (digest, now) and digest != now:
             raise CheckpointMismatchError(
                 "Feeder: the sampler doesn't draw the same order again in the middle of a pass, so samples would be "
-                "repeated and others left out. Have it draw the whole order as the pass begins, or from a generator "
-                "that is an attribute of it; use the same dataset; or leave the position out."
+                "repeated. Have it draw all as the pass begins, or from its own generator, of the same data."
             )

@@ -85,10 +85,7 @@ def find_batch_size(
         ``torch.cuda.set_per_process_memory_fraction`` keeps the headroom free; ``torch.OutOfMemoryError`` ends a trial.
     """
     if (group := joined()) is not None and group.size > 1:
-        raise RankError(
-            "find_batch_size: Several ranks can't search, as each would run out of memory at another step. Search in a "
-            "run of one process, and multiply what it finds by the ranks."
-        )
+        raise RankError("find_batch_size: Several ranks can't search. Search in a run of one process, and multiply.")
     route = find_route(model)
     count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
     if type(max_rows) is not int or max_rows < 1:
@@ -120,9 +117,9 @@ def find_batch_size(
     with _limited_memory(gpus, headroom_pct), _restored(model, optimizer):
         found = min(count * _find_size(fits, max(1, num_rows // count), -(-max_rows // count)), max_rows)
     if found == 0:
+        few = min(count, max_rows)
         raise torch.OutOfMemoryError(
-            f"find_batch_size: not even {min(count, max_rows)} rows fit. Use lower precision, or activation "
-            f"checkpointing."
+            f"find_batch_size: not even {few} rows fit. Use lower precision, or checkpointing."
         )
     return BatchSizeReport(num_rows=found, trials=tuple(trials))
 
@@ -131,10 +128,7 @@ def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
     """Return the GPUs among the devices of a model, each once."""
     if gpus := [d for d in dict.fromkeys(devices) if d.type == "cuda"]:
         return gpus
-    raise DeviceError(
-        "find_batch_size: the model is on no GPU. A host that runs out of memory ends programs instead of raising: "
-        "choose the size for the CPU yourself."
-    )
+    raise DeviceError("find_batch_size: the model is on no GPU, and a full host ends programs. Choose a size yourself.")
 
 
 def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
