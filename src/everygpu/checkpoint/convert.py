@@ -17,10 +17,7 @@ from everygpu.checkpoint.states import rename
 from everygpu.checkpoint.values import check_storable, identity
 from everygpu.errors import OptionError
 
-SUFFIXES = {
-    **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"),
-    ".safetensors": "safetensors",
-}
+SUFFIXES = {**dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"), ".safetensors": "safetensors"}
 """Ends of names by which programs expect a file, and its format."""
 
 
@@ -68,10 +65,7 @@ def convert(
         else:
             _write_torch(temporary, model, versions)
     return Outcome(
-        format=target,
-        num_tensors=len(tensors),
-        left_out=tuple(sorted(map(repr, left_out))),
-        notes=contents.notes,
+        format=target, num_tensors=len(tensors), left_out=tuple(sorted(map(repr, left_out))), notes=contents.notes
     )
 
 

@@ -62,10 +62,7 @@ torchrun_options = option_group(  # in both of torchrun's spellings
     help="Exit with code 6 after this time without progress; 0 for never.",
 )
 @click.option(
-    "--processes",
-    metavar="N|auto",
-    callback=_read_processes,
-    help="Start N processes with torchrun, or one per GPU.",
+    "--processes", metavar="N|auto", callback=_read_processes, help="Start N processes with torchrun, or one per GPU."
 )
 @torchrun_options
 @click.option("-m", "--module", "is_module", is_flag=True, help="Run a module, as `python -m` does.")

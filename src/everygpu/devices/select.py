@@ -69,11 +69,7 @@ def select_devices(
         NVML's memory and utilization, as ``nvidia-smi --query-gpu=memory.free,utilization.gpu`` prints them.
     """
     demand = Demand(
-        count=count,
-        min_free_memory=min_free_memory,
-        max_utilization=max_utilization,
-        name=name,
-        exclude=exclude,
+        count=count, min_free_memory=min_free_memory, max_utilization=max_utilization, name=name, exclude=exclude
     )
     devices = visible.visible_devices()
     if not devices and demand.is_empty:
