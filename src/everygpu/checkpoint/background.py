@@ -3,8 +3,6 @@
 Python raises KeyboardInterrupt in the main thread only, after any call there. So locks, files and renames are the
 work of another thread, and what is left in the caller's is made to be cut off anywhere: it waits on a lock, as a
 ``Thread.join`` that is interrupted takes a live thread for a dead one up to Python 3.12.
-
-A copy of the state in host memory lets training go on meanwhile.
 """
 
 import _thread

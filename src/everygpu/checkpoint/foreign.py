@@ -1,9 +1,8 @@
 """Checkpoints of other programs, recognised by their first bytes and read without executing anything in them.
 
 Directories of torch.distributed.checkpoint (DCP) are read by torch's reader without a process group. The ``.metadata``
-in them is a pickle, which torch unpickles without restriction: a crafted checkpoint can run programs at its reader.
-Here it is unpickled with a list of the few classes that DCP writes; each reading gets subclasses of its own, so that
-nothing in the file reaches torch's.
+in them is a pickle, which torch unpickles without restriction: it could run programs. Here a list has the few classes
+that DCP writes; each reading gets subclasses of its own, so that nothing in the file reaches torch's.
 """
 
 import json

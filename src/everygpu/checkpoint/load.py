@@ -67,9 +67,8 @@ def load(
         step = everygpu.load("run/checkpoint", model=model, optimizer=optimizer, rng=True)["step"]
 
     Args:
-        path: The directory that `everygpu.save` wrote; that of a `CheckpointManager`, whose newest checkpoint is
-            loaded, or the newest before it that is whole, with a warning that names the damage; or a foreign
-            file or directory.
+        path: The directory that `everygpu.save` wrote; that of a `CheckpointManager`, whose newest whole checkpoint is
+            loaded, with a warning of damaged ones; or a foreign file or directory.
         model: The module to load into: bare, wrapped or compiled, on any device.
         optimizer: The optimizer to load into; its tensors go to its parameters' devices. Pass the model along: the
             state is found by the names of the parameters.
@@ -77,8 +76,7 @@ def load(
         strict: Whether a module's names must be exactly those saved. Shapes must fit in any case.
         prefix: Load only those of the model's tensors whose saved names begin with it, without it.
         ignore_mismatched: Leave the model's tensors of other shapes as they are, and name them in the log.
-        rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
-            not here are left out. Foreign checkpoints have none that could be read.
+        rng: Whether to restore the random states of Python, NumPy, torch and the CUDA devices that are here.
         verify: Whether to compare every byte with ``SHA256SUMS``.
         **extras: Objects that were saved as extras, restored in place.
     Returns:

@@ -1,8 +1,7 @@
 """SIGTERM and SIGUSR1, as of Slurm's preemption and spot machines: the run saves once more, and ends.
 
 A handler notes the first one, which a `CheckpointManager` looks for at its next save. The second one does what it
-would do without us, so a process that doesn't come to a save can be ended; so does one that no save follows, when the
-managers are gone or the process ends. A handler of the user's stays in place.
+would do without us, and so does one that no save follows. A handler of the user's stays in place.
 
 Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
 first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.

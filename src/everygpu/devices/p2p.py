@@ -1,7 +1,7 @@
 """Test once per boot of a machine whether copies between two GPUs arrive.
 
-On some boards (IOMMU, ACS, some drivers) the driver says that one GPU can reach another's memory, and the
-bytes then arrive wrong, or never. A hanging copy can't be stopped, so ``peer_test`` runs in a process of its own.
+On some boards (IOMMU, ACS, some drivers) one GPU is said to reach another's memory, and bytes arrive wrong, or never.
+A hanging copy can't be stopped, so ``peer_test`` runs in a process of its own.
 """
 
 import functools

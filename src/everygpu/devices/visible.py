@@ -31,9 +31,8 @@ def visible_devices() -> list[DeviceSample]:
             print(gpu.device, gpu.name, gpu.free_memory_bytes)
 
     Returns:
-        The CUDA (or ROCm) devices in torch's order; else the one MPS or XPU device; else an empty list,
-        for the CPU is always there and is no accelerator. Initialises CUDA in this process. It makes no
-        CUDA context, except where NVML does not answer: then free memory takes one on each device.
+        The CUDA (or ROCm) devices in torch's order; else the one MPS or XPU device; else none. Initialises CUDA in this
+        process, but makes a context, for free memory, only where NVML does not answer.
     Source:
         ``torch.cuda.get_device_properties`` matched to NVML by UUID; ``torch.accelerator`` for other kinds.
     """

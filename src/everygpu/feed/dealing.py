@@ -1,8 +1,7 @@
 """Rows of a loader's batches for each rank: the loader's batch is the batch of the whole run.
 
-Rows are dealt contiguously, in the order of the ranks, and no two ranks' shares differ by more than one row. Where the
-dataset has indices, each rank reads its own rows only: the batches' lists of indices are cut, so workers, collate_fn
-and pinning stay as they are.
+Rows are dealt in the order of the ranks, whose shares differ by one row at most. Where the dataset has indices, each
+rank reads its own rows only: the batches' lists of indices are cut, so workers, collate_fn and pinning stay the same.
 """
 
 import functools

@@ -45,10 +45,10 @@ class Feeder:
     the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
 
     Args:
-        loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers.
-            ``Replicated`` values are copied whole to every device, tensors in ``Rows`` to that of their row.
-        model_or_devices: A ``DataParallel``, whose devices, ``dim`` and ``split`` are taken; another module, whose
-            device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
+        loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers. ``Replicated``
+            values are copied whole to every device, tensors in ``Rows`` to that of their row.
+        model_or_devices: A model or ``TrainStep``, whose devices are taken, and of a ``DataParallel`` ``dim`` and
+            ``split``; or devices as ``DataParallel`` takes them, None for all.
         prefetch: How many batches to have on the devices ahead of the one in use; 0 for none, without a thread.
         seed: Of the orders of all passes, 0 to 2**63 - 1; by default drawn from the loader's generator, else torch's. A
             position that is loaded has its own.
@@ -130,12 +130,7 @@ class Feeder:
         return self._order.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: batches handed out, not those prepared ahead.
-
-        Returns:
-            ``epoch`` (whole passes), ``batch`` (of the present pass, for all ranks together), ``seed``, and what tells
-            another dataset or order. ``own`` is the state of a loader, sampler or dataset that keeps one.
-        """
+        """Return the position: batches handed out, not those prepared ahead; the same for all ranks."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

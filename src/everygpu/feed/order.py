@@ -1,9 +1,8 @@
 """The order of a loader's batches, and where a run stands in it.
 
 The order of a pass comes from a seed and the pass's number: the generators that it may be drawn from are seeded while
-it is drawn. So a pass can be begun again in another process, with other workers, replicas and ranks, and what was used
-of it is skipped. DataLoader's workers and a Feeder's thread fetch ahead, hence batches are counted where the training
-loop is given them.
+it is drawn. So it can begin again with other workers, replicas and ranks, and what was used is skipped. Batches are
+counted where the training loop is given them, as workers and a Feeder's thread fetch ahead.
 """
 
 import copy

@@ -119,7 +119,7 @@ def find_batch_size(
     if found == 0:
         few = min(count, max_rows)
         raise torch.OutOfMemoryError(
-            f"find_batch_size: not even {few} rows fit. Use lower precision, or checkpointing."
+            f"find_batch_size: not even {few} rows fit. Use lower precision, or activation checkpointing."
         )
     return BatchSizeReport(num_rows=found, trials=tuple(trials))
 
