@@ -149,6 +149,15 @@ def anchors(text):
 
 
 @pytest.mark.parametrize("page", ["README", "README.zh-CN"])
+def test_a_fresh_machine_s_two_commands_are_there(page):
+    text = page_path(page).read_text("utf-8")
+    targets = set(re.findall(r"^(\w[\w-]*):", (DOCS.parent / "Makefile").read_text("utf-8"), re.MULTILINE))
+    first = re.findall(r"^make (\w+)", text, re.MULTILINE)
+    assert first[:2] == ["demo", "test"]
+    assert set(re.findall(r"`make ([\w-]+)`", text)) | set(first) <= targets
+
+
+@pytest.mark.parametrize("page", ["README", "README.zh-CN"])
 def test_links_of_the_readme_lead_somewhere(page):
     path = page_path(page)
     links = [link.split("#") for link in re.findall(r"\]\(([^)]+)\)", path.read_text("utf-8"))]
