@@ -76,10 +76,8 @@ class Feeder:
         kind = type(loader)
         name = loader.__qualname__ if isinstance(loader, type) else kind.__qualname__
         if isinstance(loader, Dataset):
-            raise OptionError(
-                f"Feeder: {name} is a dataset, whose items would be taken for batches. Pass DataLoader(dataset, "
-                f"batch_size=...), or batch_size=None if its items are batches."
-            )
+            todo = "Pass DataLoader(dataset, batch_size=...), or batch_size=None if its items are batches."
+            raise OptionError(f"Feeder: {name} is a dataset, whose items would be taken for batches. {todo}")
         if isinstance(loader, nn.Module) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
             raise OptionError(f"Feeder: {name} is no iterable of batches. Pass a DataLoader first, then the model.")
         if type(prefetch) is not int or prefetch < 0 or (timeout is not None and not (timeout > 0 and prefetch)):
@@ -127,7 +125,7 @@ class Feeder:
     @property
     def epoch(self) -> int:
         """How many passes are complete."""
-        return self._order.epoch
+        return self._order.position.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: batches handed out, not those prepared ahead; the same for all ranks."""
@@ -152,7 +150,8 @@ class Feeder:
     def close(self) -> None:
         """End the pass that is on, its thread and its workers, persistent ones too."""
         self._end_pass()
-        self._order.close()
+        if self._order.iterated is not self.loader:  # a copy of a DataLoader, whose workers wait for the next pass
+            self._order.iterated._iterator = None
 
     def __enter__(self) -> "Feeder":
         return self

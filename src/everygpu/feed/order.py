@@ -75,7 +75,7 @@ class Order:
         self.seed = _draw_seed(next(own_generators, None)) if seed is None else seed
         self.kind: Kind = kind_of(loader, sharded)
         self._advises, self._loader, self._is_alone = not sharded, loader, is_alone
-        self._pass, self._is_resumed = Pass(), False
+        self.position, self._is_resumed = Pass(), False
         named = {id(x): x for x in (loader, *samplers, dataset) if callable(getattr(x, "set_epoch", None))}
         self._with_epochs = list(named.values())
         """What is told the epoch, as by Accelerate and Lightning."""
@@ -105,14 +105,9 @@ class Order:
                     text = "Feeder: workers that persist have copies of the dataset, which don't hear of set_epoch."
                     logger.warning("%s Leave persistent_workers out.", text)
 
-    @property
-    def epoch(self) -> int:
-        """How many passes are complete."""
-        return self._pass.epoch
-
     def begin(self) -> tuple[Iterator[Any], Pass, Dealing | None]:
         """Begin a pass: its batches, where to count those that are used, and what takes this rank's rows of each."""
-        old, is_resumed = self._pass, self._is_resumed
+        old, is_resumed = self.position, self._is_resumed
         now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
             now = replace(old, drawn=deque())
@@ -143,7 +138,7 @@ class Order:
         if dealing is not None and self._sampler is not None:
             dealing.check(self._sampler, self._sampler.first)
         # Only now: what interrupts the beginning leaves the position as it was.
-        self._pass, self._is_resumed = now, False
+        self.position, self._is_resumed = now, False
         return batches, now, dealing
 
     def _warn_of_what_may_differ(self, now: Pass, group: Group | None) -> None:
@@ -173,7 +168,7 @@ class Order:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was used."""
-        now = self._pass
+        now = self.position
         position = {"epoch": now.epoch, "batch": now.batch, "seed": self.seed, "last_batch": _digest_of(now.last)}
         data = self._describe() | ({"of_ranks": self._parts} if self._parts else {})
         return {**position, "own": now.own, "is_last": now.is_last, "data": data}
@@ -195,7 +190,7 @@ class Order:
             )
         about = {name: state[name] for name in ("epoch", "own", "is_last")}
         about["batch"], about["last"] = self._find_batch(state) if state["batch"] else (0, None)
-        self._pass, self.seed, self._is_resumed = Pass(**about), state["seed"], True
+        self.position, self.seed, self._is_resumed = Pass(**about), state["seed"], True
         self._parts = state["data"].get("of_ranks")
 
     def _find_batch(self, state: Any) -> tuple[int, Any]:
@@ -231,11 +226,6 @@ class Order:
                     )
                 return used // each, None
         return num, last if saved_by == own else None
-
-    def close(self) -> None:
-        """End the workers that wait for the next pass."""
-        if self.iterated is not self._loader:
-            self.iterated._iterator = None
 
     def _begin_indexed(self, sampler: "_OrderSampler", now: Pass) -> Iterator[Any]:
         batches: Iterator[Any] = iter(self.iterated)
