@@ -68,18 +68,19 @@ def test_code_of_pages_runs(page):
 
 
 @pytest.mark.usefixtures("two_replicas")
-def test_twenty_questions_have_the_answers_they_show(capsys):
+def test_questions_have_the_answers_they_show(capsys):
     names = run_page("how-do-i")
     assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is recorded
     assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [50]
     assert names["mean"].num_rows == 8
     assert names["output"].shape == (4,)
+    assert names["collate"]([[1, 2], [3] * 65]).shape == (2, 128)
     assert type(names["model"]) is torch.nn.Sequential
     assert {parameter.requires_grad for parameter in names["model"][0].parameters()} == {False}
     assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
     names.clear()
     questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    assert len(questions) == 20
+    assert len(questions) == 21
     assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions if "gan.py" not in text)
 
 
