@@ -52,10 +52,8 @@ class Meter:
         rows = index(num_rows)
         if isinstance(value, Tensor):
             if value.ndim > 1 or value.numel() == 0 or value.is_complex():
-                raise OptionError(
-                    f"Meter: the value has dtype {value.dtype} and shape {tuple(value.shape)}, and must be real with "
-                    f"shape () or (replicas,). Average it over the rows first."
-                )
+                got = f"the value has dtype {value.dtype} and shape {tuple(value.shape)}, and is to be real with ()"
+                raise OptionError(f"Meter: {got} or (replicas,). Average it over the rows first.")
             if rows:
                 self._add(value, rows)
         elif isinstance(value, Real):

@@ -395,11 +395,9 @@ def _kill(workers: Sequence[Any], loader: Any) -> None:
 
 def _too_late(timeout_s: float, workers: Sequence[Any]) -> FeedTimeoutError:
     pids = ", ".join(str(worker.pid) for worker in workers)
-    return FeedTimeoutError(
-        f"Feeder: no batch came within timeout={timeout_s:g} s. The loader has "
-        f"{f'worker processes: pid {pids}' if pids else 'no worker processes'}. Raise timeout, or look at what the "
-        f"loader waits for."
-    )
+    has = f"worker processes: pid {pids}" if pids else "no worker processes"
+    what = f"no batch came within timeout={timeout_s:g} s. The loader has {has}"
+    return FeedTimeoutError(f"Feeder: {what}. Raise timeout, or look at what the loader waits for.")
 
 
 def _raise_death(error: Exception, workers: Sequence[Any], loader: Any) -> NoReturn:
@@ -420,10 +418,8 @@ def _raise_death(error: Exception, workers: Sequence[Any], loader: Any) -> NoRet
 
 def _death_of(dead: Sequence[Any], loader: Any) -> WorkerError:
     if any(getattr(worker, "is_stuck", False) for worker in dead):
-        return WorkerError(
-            f"Feeder: a worker process hasn't come out of its fork in {len(child.STARTS_S)} tries. Pass "
-            f'multiprocessing_context="forkserver" to the DataLoader, or num_workers=0.'
-        )
+        what = f"a worker process hasn't come out of its fork in {len(child.STARTS_S)} tries"
+        return WorkerError(f'Feeder: {what}. Pass multiprocessing_context="forkserver", or num_workers=0.')
     ends = ", ".join(f"pid {worker.pid} with exit code {worker.exitcode}" for worker in dead)
     method = (loader.multiprocessing_context or multiprocessing.get_context()).get_start_method()
     if method != "fork" and all(worker.exitcode == 1 for worker in dead):
