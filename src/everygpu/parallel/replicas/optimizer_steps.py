@@ -22,6 +22,10 @@ class OptimizerSteps:
         living = _watched()
         living.add(weakref.ref(self, living.discard))
 
+    def are_awaited(self) -> bool:
+        """Whether a step could still tell something: most of these are of no parameters."""
+        return bool(self._params) and not self.have_come
+
     def note(self, params: set[int]) -> None:
         """Take note of a step of some parameters, by ``id``."""
         self.have_come = self.have_come or not params.isdisjoint(self._params)
@@ -33,10 +37,11 @@ def _watched() -> "set[weakref.ref[OptimizerSteps]]":
     living: set[weakref.ref[OptimizerSteps]] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for ref in living.copy():  # at once: others come and go in other threads
-            if (steps := ref()) is not None:
-                steps.note(params)
+        found = [ref() for ref in living.copy()]  # at once: others come and go in other threads
+        awaited = [steps for steps in found if steps is not None and steps.are_awaited()]
+        params = {id(p) for group in optimizer.param_groups if awaited for p in group["params"]}
+        for steps in awaited:
+            steps.note(params)
 
     register_optimizer_step_pre_hook(note)
     register_optimizer_step_post_hook(note)
