@@ -128,15 +128,22 @@ def _run_here(plan: Plan, watchdog_s: float, script: str, args: Sequence[str], i
         watch(watchdog_s)
     code = run_script(script, args, is_module)
     torch = sys.modules.get("torch")
-    times = os.times()  # processes that this one has waited for may have used the GPUs
-    had_children = times.children_user + times.children_system > 0
-    is_unused = torch is not None and not torch.cuda.is_initialized() and not had_children
+    is_unused = torch is not None and not torch.cuda.is_initialized() and not _had_children()
     if torch is not None and is_unused and plan.num_gpus and code in (None, 0):
         advice = "move the model there with .to('cuda'), or wrap it: everygpu.DataParallel(model)"
         if torch.version.cuda is None:
             advice = f"torch {torch.__version__} is built without CUDA: install a CUDA build"
         _tell(f"CUDA is there but unused: the script had {plan.num_gpus} GPU(s) and used none; {advice}.")
     return code
+
+
+def _had_children() -> bool:
+    """Whether this process has waited for others, which may have used the GPUs."""
+    if sys.platform == "win32":
+        return False
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
 
 
 def _note_misplaced(script: str, args: Sequence[str]) -> None:

@@ -18,10 +18,7 @@ from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.split import ScatterSpec, default_split, settle_split
 from everygpu.step.train_step import TrainStep
 
-Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
-"""As ``DataParallel`` takes them."""
-
-Target: TypeAlias = nn.Module | TrainStep | Devices
+Target: TypeAlias = nn.Module | TrainStep | DeviceLike | Iterable[DeviceLike] | None
 """A model, or devices."""
 
 

@@ -33,9 +33,6 @@ from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 from everygpu.ranks.lockstep import Lockstep
 from everygpu.torch_private.core import LoaderIterator, remove_worker_pids
 
-Make = Callable[[], Any]
-"""Makes what the consumer gets of a leaf, once its copies have come."""
-
 
 class SentBatch:
     """Queues the copies of every tensor in a batch: any nesting of containers, tensors of shape (..., rows, ...)."""
@@ -59,7 +56,8 @@ class SentBatch:
         makes = iter(self._makes)
         return tree.map_leaves(lambda _: next(makes)(), self._structure, open_batch)
 
-    def _send(self, leaf: Any) -> Make:
+    def _send(self, leaf: Any) -> Callable[[], Any]:
+        """Return what makes the value that the consumer gets of a leaf, once its copies have come."""
         home, plan = self._route.devices[0], self._plan
         if isinstance(leaf, Replicated):
             return self._send_replicated(leaf)
@@ -79,14 +77,14 @@ class SentBatch:
         whole = self._note(upload(leaf, home))
         return lambda: _like(whole, leaf)
 
-    def _send_rows(self, x: Tensor, plan: SplitPlan) -> Make:
+    def _send_rows(self, x: Tensor, plan: SplitPlan) -> Callable[[], Any]:
         devices, dim = self._route.devices, self._route.dim
         rows = cut_rows(comm.as_plain(x).detach(), [plan.rows[i] for i in plan.active], dim)
         # .data, for a version counter of its own: on CPU replicas this is the loader's memory, not a copy.
         parts = [self._note(upload(part, devices[i]).data) for i, part in zip(plan.active, rows)]
         return lambda: _like(shard_batch(parts, devices[0], dim), x)
 
-    def _send_items(self, items: Any) -> Make:
+    def _send_items(self, items: Any) -> Callable[[], Any]:
         """Send what is in a list of rows to the devices of their replicas."""
         rows: Sequence[int] = [len(items)] if self._plan is None else self._plan.rows
         places = [device for device, part in zip(self._route.devices, spans(rows)) for _ in items[part]]
@@ -98,7 +96,7 @@ class SentBatch:
         # What else there is moves on the consumer's streams.
         return lambda: type(items)(move_tree(item, device) for item, device in zip(sent, places))
 
-    def _send_replicated(self, marked: Replicated) -> Make:
+    def _send_replicated(self, marked: Replicated) -> Callable[[], Any]:
         def send(leaf: Any, device: torch.device, *, own: bool) -> Any:
             if not _is_plain(leaf):
                 return move_tree(leaf, device)

@@ -118,9 +118,7 @@ def find_batch_size(
         found = min(count * _find_size(fits, max(1, num_rows // count), -(-max_rows // count)), max_rows)
     if found == 0:
         few = min(count, max_rows)
-        raise torch.OutOfMemoryError(
-            f"find_batch_size: not even {few} rows fit. Use lower precision, or activation checkpointing."
-        )
+        raise torch.OutOfMemoryError(f"find_batch_size: not even {few} rows fit. Use bf16, or recompute activations.")
     return BatchSizeReport(num_rows=found, trials=tuple(trials))
 
 
