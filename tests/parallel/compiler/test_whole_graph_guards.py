@@ -182,7 +182,9 @@ SAME = {
     "nothing": lambda m: None,
     "the same number": lambda m: setattr(m, "scale", 2.0),
     "an equal configuration": lambda m: setattr(m, "config", Config()),
-    "a first copy": lambda m: copy.copy(m.config),  # Python notes in its class which slots that has
+    # Python notes in its class which slots that has, and that it has no annotations.
+    "a first copy": lambda m: copy.copy(m.config),
+    "a first look at annotations": lambda m: type(m.config).__annotations__,
     "values": lambda m: m.lin.weight.data.zero_(),
     # What comes is not seen: a recording compares addresses, and looks for hooks on tensors, itself.
     "data": lambda m: setattr(m.lin.weight, "data", torch.ones(4, 4)),

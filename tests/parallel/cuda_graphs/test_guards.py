@@ -1,5 +1,6 @@
 """What a recording was made from is compared in every step; what can't be compared is named."""
 
+import copy
 import enum
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import everygpu
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards
 
@@ -49,6 +51,39 @@ class Model(nn.Module):
 
 def guards_of(*roots: nn.Module) -> ModuleGuards:
     return ModuleGuards(list(roots), [], ExecutedCode())
+
+
+def test_what_python_notes_in_a_class_at_a_first_look_is_no_change() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.scale = 1.0
+
+    model = nn.Linear(2, 2)
+    model.config = Config()
+    guards = guards_of(model)
+    copy.copy(model.config)
+    assert Config.__annotations__ == {}
+    assert guards.is_current([model], [])
+    model.config.scale = 2.0
+    assert not guards.is_current([model], [])
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_tensor_or_a_module_in_the_place_of_another_is_seen(is_wrapped: bool) -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = nn.Sequential(nn.Linear(2, 2), everygpu.DataParallel(inner, ["cpu"]) if is_wrapped else inner)
+    changes = [
+        lambda: setattr(inner[0], "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda: setattr(inner[1], "running_mean", torch.ones(2)),
+        lambda: inner.append(nn.Linear(2, 2)),
+        lambda: model.append(nn.Linear(2, 2)),
+        lambda: model[1].register_module("module" if is_wrapped else "0", nn.Linear(2, 2)),
+    ]
+    for change in changes:
+        guards = guards_of(model)
+        assert guards.is_current([model], [])
+        change()
+        assert not guards.is_current([model], [])
 
 
 def test_models_of_these_kinds_can_be_recorded() -> None:

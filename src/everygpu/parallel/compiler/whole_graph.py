@@ -36,7 +36,7 @@ from everygpu.parallel.compiler.recordable_graph import (
     without_marks,
 )
 from everygpu.parallel.cuda_graphs.guards import torch_settings
-from everygpu.parallel.cuda_graphs.reached_state import bits_of, note_slots
+from everygpu.parallel.cuda_graphs.reached_state import bits_of, fill_lazily
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.torch_private import is_tried
 from everygpu.torch_private.compiler import (
@@ -245,7 +245,7 @@ def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
     traced = set(map(id, codes))
     bases = {base for owner in classes for base in owner.__mro__}
     for base in bases:
-        note_slots(base)
+        fill_lazily(base)
     spaces = list(map(vars, bases))
     places = [(owner, name) for owner in classes for name in dir(owner) if id(_code_of(owner, name)[1]) in traced]
     context, absent = list(context_var_reads(trace)), absences(trace)

@@ -14,7 +14,7 @@ from everygpu.parallel.buckets import version_of
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
-from everygpu.parallel.replicas.remap import TABLES, cell_contents
+from everygpu.parallel.replicas.remap import cell_contents
 from everygpu.parallel.replicas.snapshot import Snapshot
 from everygpu.torch_private.core import (
     DeviceContext,
@@ -81,17 +81,19 @@ class ModuleGuards:
 
     def walk(self) -> None:
         """Hold all that is reached now, by the code that is known now."""
-        tables = [vars(m)[name] for layout in self._layouts for m in layout.modules for name in TABLES]
-        known, code = [*self._tensors, *tables], self._code
-        self.state = None if code is None else ReachedState([*self._others, *self._roots], known, code)
+        code = self._code
+        self.state = None if code is None else ReachedState([*self._others, *self._roots], self._tensors, code)
         self.version = 0 if code is None else code.version
+        seen = set() if self.state is None else set(map(id, self.state.modules))
+        # A wrapper's module, for one, is looked into, and the wrapper isn't.
+        self._unseen_layouts = [layout for layout in self._layouts if not seen.issuperset(map(id, layout.modules))]
 
     def is_current(self, roots: Sequence[nn.Module], others: Sequence[Any], *, addresses: bool = True) -> bool:
         """Tell whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
         return (
             are_same(roots, self._roots)
             and are_same(others, self._others)
-            and all(layout.is_same() for layout in self._layouts)
+            and all(layout.is_same() for layout in self._unseen_layouts)
             and (self.state is None or self.state.is_same())
             and self._guard_key() == self._key
             and (not addresses or self._find_addresses() == self._addresses)

@@ -65,10 +65,12 @@ def bits_of(value: Any) -> Any:
     return struct.pack("dd", value.real, value.imag) if type(value) is complex else value
 
 
-def note_slots(kind: type) -> None:
-    """Have Python note a class's slots, as the first copy of an object does: no change of the class, later."""
+def fill_lazily(kind: type) -> None:
+    """Have a class get what Python gives it when it is first asked for, as by a copy or a trace: no change later on."""
     with suppress(Exception):
         copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    with suppress(Exception):
+        _ = kind.__annotations__
 
 
 class ReachedState:
@@ -76,7 +78,7 @@ class ReachedState:
 
     Args:
         roots: What steps begin at.
-        known: Tensors that the caller compares itself, and tables with tensors or modules in them.
+        known: Tensors that the caller compares itself.
         code: What steps have run so far.
     """
 
@@ -104,7 +106,9 @@ class ReachedState:
         self._check_refs()
         self.unseen = self.unseen or code.find_lost(self._functions)
         self._seen = {}
-        self._lengths, self._held, self._kept = list(map(len, self._views)), self._read(), self._read_facts()
+        self._lengths, self._kept = list(map(len, self._views)), self._read_facts()
+        self._num_read = sum(self._lengths) + 2 * len(self._owners) + len(self._cells) + 3 * len(self._functions)
+        self._hold(self._read())
 
     def is_same(self) -> bool:
         """Whether everything is as it was."""
@@ -112,12 +116,12 @@ class ReachedState:
             if any(self._empty) or list(map(len, self._views)) != self._lengths:
                 return False
             now = self._read()
-        except RuntimeError:  # another thread writes to a container
+        except (RuntimeError, ValueError):  # another thread writes to a container
             return False
-        if not all(map(operator.is_, now, self._held)):
-            if len(now) != len(self._held) or not all(map(_is_same_value, now, self._held)):
+        if now.tobytes() != self._addresses:
+            if not all(map(_is_same_value, now, self._held)):
                 return False
-            self._held = now
+            self._hold(now)
         return self._read_facts() == self._kept
 
     def find_change(self) -> str | None:
@@ -133,12 +137,17 @@ class ReachedState:
             return f"what was an empty {type(filled).__name__} and has {len(filled)} elements"
         return None if self.is_same() else "a closure, a class, or a value in an array"
 
-    def _read(self) -> list[Any]:
+    def _hold(self, values: "np.ndarray[Any, Any]") -> None:
+        self._held, self._addresses = values, values.tobytes()
+
+    def _read(self) -> "np.ndarray[Any, Any]":
+        """Read all values into an array, whose bytes are their addresses: these are compared at once."""
         owners = self._owners
-        return [
-            *_chain(self._views), *map(type, owners), *map(_attributes, owners), *map(cell_contents, self._cells),
-            *_chain(map(_read_function, self._functions)),
-        ]  # fmt: skip
+        values = itertools.chain(
+            _chain(self._views), map(type, owners), map(_attributes, owners), map(cell_contents, self._cells),
+            _chain(map(_read_function, self._functions)),
+        )  # fmt: skip
+        return np.fromiter(values, object, self._num_read)
 
     def _read_facts(self) -> list[Any]:
         return [read() for read in self._facts]
@@ -241,7 +250,7 @@ class ReachedState:
         if _is_library(value.__module__):  # Dynamo changes Module.__init__ when it compiles for the first time
             self._watch(value.__qualname__, _Names(attributes, named))
         else:
-            note_slots(value)
+            fill_lazily(value)
             self._watch(value.__qualname__, attributes.values(), attributes.keys())
             data = [name for name in named if not isinstance(attributes[name], _DESCRIPTORS)]
             self._left += [(f"{value.__qualname__}.{name}", attributes[name]) for name in data]
@@ -262,9 +271,6 @@ class ReachedState:
         self._left += [(f"{place}.{name}", scope[name]) for name in inside]
 
     def _open_container(self, place: str, value: Any) -> None:
-        if id(value) in self._known:
-            self._left += [(f"{place}[{name!r}]", x) for name, x in value.items()]
-            return
         kind: Any = next(b for b in (types.MappingProxyType, *_CONTAINERS) if issubclass(type(value), b))
         if kind is tuple or kind is frozenset:
             self._left += [(place, x) for x in kind.__iter__(value)]
