@@ -131,6 +131,37 @@ class Pair:
         assert_replicas_bit_equal(self.step)
 
 
+class DecayInGradient(torch.optim.SGD):
+    """Adds its weight decay to the gradients themselves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(p, alpha=5.0)
+        super().step()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("rule", ["skip", "ignore"])
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_the_norm_is_of_the_gradient_before_others_write_to_it(
+    devices: Devices, count: int, rule: str, is_spread: bool
+) -> None:
+    net = nn.Linear(4, 2).to(devices(count)[0])
+    x, y = torch.ones(6, 4, device=devices(count)[0]), torch.zeros(6, 2, device=devices(count)[0])
+    optimizer: Any = DecayInGradient(net.parameters(), lr=0.1)
+    if is_spread:
+        optimizer = everygpu.ShardedOptimizer(optimizer, devices(count), whole=True)
+    model = everygpu.DataParallel(net, devices(count))
+    step = everygpu.TrainStep(model, F.mse_loss, optimizer, accumulate=2, capture=False, on_nonfinite=rule)
+    grads = torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))
+    step(x, y)
+    step(x, y)
+    optimizer.zero_grad(set_to_none=False)
+    step(x, y)  # of the next update
+    assert step.stats().grad_norm == pytest.approx(nn.utils.get_total_norm(grads).item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

@@ -42,7 +42,7 @@ from everygpu.step.options import (
 )
 from everygpu.step.recordable_step import make_capture
 from everygpu.step.replica_check import make_check
-from everygpu.step.update import LossScale, Shares, clip_factor, find_inf, multiply
+from everygpu.step.update import LossScale, Shares, clip_factor, find_inf, multiply, norms_of
 
 logger = logging.getLogger("everygpu")
 
@@ -173,8 +173,8 @@ class TrainStep:
         """Of the batches of this update, which is left out where one isn't finite."""
         self._norm: Tensor | None = None
         """Of the last gradient, before it was clipped, where that was computed."""
-        self._shares: Shares = []
-        """The last gradient, where its norm was not, until the next update begins."""
+        self._norms: Shares = []
+        """Where that was not computed, the norm of each of its parts."""
         self._made = torch.full((), MADE, dtype=torch.float32, device=self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
         self._replica_check = make_check(self.model, self._strategy, check_every)
@@ -269,8 +269,8 @@ class TrainStep:
     def stats(self) -> StepStats:
         """Return the figures of the last step; waits for the device."""
         self._finite_check.wait()
-        if self._shares:
-            self._norm, self._shares = self._strategy.norm(self._shares), []
+        if self._norms:
+            self._norm, self._norms = self._strategy.norm(self._norms), []
         return StepStats(
             loss=self._last_loss.item(),
             grad_norm=float("nan") if self._norm is None else self._norm.item(),
@@ -320,7 +320,7 @@ class TrainStep:
 
     def _begin(self, batch: Batch) -> None:
         if self._num_batches == 0:  # what an update that was given up has left counts nothing
-            self._losses, self._shares = None, []
+            self._losses = None
             self._weights.drop()
         if self._ranks is not None:
             if self._num_batches == 0:
@@ -379,9 +379,11 @@ class TrainStep:
         norm = self._norm = self._strategy.norm(shares) if needs_norm else None
         if norm is not None and self.clip_norm is not None:
             multiply(shares, clip_factor(norm, self.clip_norm))
-        if norm is None:
-            found_inf = find_inf(shares, self._made) if looks else found_inf
-            self._shares = [] if self._strategy.asks_ranks else shares
+        # Now: the optimizer may write to gradients, and others may after it.
+        is_open = norm is None and not self._strategy.asks_ranks
+        self._norms = [norms_of(grads) for grads in shares] if is_open else []
+        if norm is None and looks:
+            found_inf = find_inf(self._norms, self._made)
         status = None if losses is None else self._judge(losses, found_inf)
         if status is not None:
             found_inf = torch.ne(status, MADE, out=torch.empty_like(status))
@@ -405,6 +407,7 @@ class TrainStep:
     def _finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
         """Take note of an update that a recording has queued, and of its norm where that had to be known."""
         self._num_steps += 1
+        self._norms = []
         self._norm = None if norm is None else norm.clone()  # a recording's own is written anew by each launch
         if self._finite_check.is_on:
             self._finite_check.submit(self._num_steps, status)

@@ -63,10 +63,9 @@ class LossScale:
 
 
 def find_inf(shares: Shares, one: Tensor) -> Tensor:
-    """Return, on the device of ``one``, which is 1, of shape (), 1 where any gradient is not finite, else 0."""
+    """Return, on the device of ``one``, which is 1, of shape (), 1 where any gradient's norm is not finite, else 0."""
     found = []
-    for grads in shares:
-        norms = norms_of(grads)
+    for norms in shares:
         found.append(torch.zeros((), dtype=torch.float32, device=norms[0].device))
         unscale_(norms, found[-1], comm.copy(one, norms[0].device))
     return _any_of(found, one)
