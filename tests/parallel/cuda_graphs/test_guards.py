@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,17 @@ def test_what_python_notes_in_a_class_at_a_first_look_is_no_change() -> None:
     assert guards.is_current([model], [])
     model.config.scale = 2.0
     assert not guards.is_current([model], [])
+
+
+def test_of_a_lock_it_is_seen_whether_it_is_held() -> None:
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    guards = guards_of(model)
+    assert guards.state is not None
+    assert guards.state.unseen is None
+    with model.lock:
+        assert not guards.is_current([model], [])
+    assert guards.is_current([model], [])
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])

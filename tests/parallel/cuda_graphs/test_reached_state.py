@@ -203,7 +203,7 @@ def test_change_where_the_trees_own_tensors_are(value: Any, change: Any) -> None
     test_change_at_any_depth(value, change)
 
 
-@pytest.mark.parametrize("value", [itertools.count(), threading.Lock(), iter([]), array("d", [1])])
+@pytest.mark.parametrize("value", [itertools.count(), threading.RLock(), iter([]), array("d", [1])])
 def test_what_hides_its_state_is_named(value: Any) -> None:
     net = holding([{"deep": value}])
     state = ReachedState([net], (), ExecutedCode())

@@ -16,6 +16,7 @@ import struct
 import sys
 import types
 import weakref
+from _thread import LockType
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -196,6 +197,8 @@ class ReachedState:
             self._open_array(place, value)
         elif kind is slice:
             self._left += [(place, x) for x in (value.start, value.stop, value.step)]
+        elif kind is LockType:
+            self._facts.append(value.locked)
         elif issubclass(kind, _GENERATORS):
             self.generators.append(value)
         elif issubclass(kind, (types.MappingProxyType, *_CONTAINERS)):
