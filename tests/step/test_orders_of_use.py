@@ -179,3 +179,33 @@ def test_where_a_loss_reads_on_the_host_the_forward_is_captured(
             assert step.stats().engine == "graphs"
             assert all(s["exp_avg"].device == used[0] for s in optimizer.state.values())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+class Bound(Net):
+    """Computes by a function that has a parameter in its closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.last.weight
+        self.head = lambda h: h @ weight.T
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).tanh()) + self.last.bias
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_function_with_a_parameter_in_its_closure_is_captured(
+    recording: Devices, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas have functions of their own, with leaves that a capture has made: these are no code of the user's."""
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.reached_state._bits_of_tensor", lambda t: b"")  # as on GPUs
+    used, found = recording(count), []
+    x, y = (torch.ones(6, n, dtype=torch.double, device=used[0]) for n in (5, 3))
+    for captures in (False, True):
+        net = Bound().to(used[0])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = everygpu.DataParallel(net, used)
+        step = everygpu.TrainStep(model, F.mse_loss, optimizer, capture=captures and "auto")
+        found.append([torch.stack([step(x, y) for _ in range(NUM_STEPS)]), *net.state_dict().values()])
+        assert not captures or num_recordings(step) == 1
+    torch.testing.assert_close(*found)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from everygpu.parallel.replicas.remap import MISSING, cell_contents
+from everygpu.parallel.replicas.remap import MISSING, cell_contents, is_copy
 from everygpu.torch_private.compiler import compiled_from
 
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -129,7 +129,7 @@ class ExecutedCode:
         return f"what function {lost[0].co_name} in {where} refers to can't be seen"
 
     def _has_run(self, f: types.FunctionType) -> bool:
-        if id(f.__code__) in self._nested:
+        if id(f.__code__) in self._nested or is_copy(f):
             return False
         if not f.__closure__ or id(f.__code__) not in self._closures:
             return not f.__closure__

@@ -30,6 +30,9 @@ CONSTANTS = frozenset(
 )
 """Types of values that never change, or whose contents are no state of a model."""
 
+_COPY = "_everygpu_copy"
+"""Attribute of a function that ``Remap`` has made: a reference to itself, as wrappers take others' attributes over."""
+
 MISSING = object()
 """The value of a variable that isn't defined, and the contents of a cell that isn't filled."""
 
@@ -108,9 +111,16 @@ class Remap:
         copied.__defaults__ = function.__defaults__ and tuple(next(parts) for _ in function.__defaults__)
         copied.__kwdefaults__ = function.__kwdefaults__ and {k: next(parts) for k in function.__kwdefaults__}
         vars(copied).update({k: next(parts) for k in vars(function)})
+        vars(copied)[_COPY] = weakref.ref(copied)
         copied.__doc__, copied.__qualname__ = function.__doc__, function.__qualname__
         copied.__module__, copied.__annotations__ = function.__module__, function.__annotations__
         return copied
+
+
+def is_copy(function: types.FunctionType) -> bool:
+    """Whether a function was made for a replica, or for a capture, of one that the module itself leads to."""
+    ref = vars(function).get(_COPY)
+    return isinstance(ref, weakref.ref) and ref() is function
 
 
 @contextmanager
