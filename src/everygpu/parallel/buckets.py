@@ -114,6 +114,11 @@ def make_twins(originals: Sequence[Tensor], slots: Sequence[Tensor]) -> list[Ten
     return [t.requires_grad_() for t in twins]
 
 
+def new_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return leaves of the same memory, which count writes together: a capture's, with accumulators of its own."""
+    return make_twins(tensors, [t.detach() for t in tensors])
+
+
 def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
     """Have tensors be in their slots again, without a copy, where ``t.data = …`` has moved them."""
     now, then = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, slots))
@@ -256,7 +261,10 @@ def plan_bucket(
         end *= num_chunks if whole else 1
     else:
         sizes = [-(-t.numel() // unit) * unit for t in tensors]
-        starts, end = _deal_out(sizes, num_chunks) if whole else _side_by_side(sizes)
+        if whole:
+            starts, end = _deal_out(sizes, num_chunks)
+        else:
+            *starts, end = itertools.accumulate(sizes, initial=0)
     slots = [
         # Strides as the tensor's if it fills its memory, as channels_last does, else contiguous.
         Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=torch.empty_like(t, device="meta").stride())
@@ -271,12 +279,6 @@ def plan_bucket(
         num_chunks=num_chunks,
         has_gaps=sum(t.numel() for t in tensors) < chunk_numel * num_chunks,
     )
-
-
-def _side_by_side(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each begins, and the end."""
-    *starts, end = itertools.accumulate(sizes, initial=0)
-    return starts, end
 
 
 def _deal_out(sizes: Sequence[int], num_chunks: int) -> tuple[list[int], int]:

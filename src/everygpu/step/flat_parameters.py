@@ -16,6 +16,7 @@ from everygpu.parallel.buckets import (
     BucketPlan,
     KeptBucket,
     make_twins,
+    new_leaves,
     plan_buckets,
     put_back,
     same_bytes,
@@ -210,7 +211,7 @@ class FlatParameters:
         tensor in whose place each is.
         """
         before = [self.params, *self.twins]
-        self.params, *self.twins = [make_twins(row, [t.detach() for t in row]) for row in before]
+        self.params, *self.twins = map(new_leaves, before)
         try:
             yield [dict(zip(map(id, row), now)) for row, now in zip(before, [self.params, *self.twins])]
         finally:

@@ -128,6 +128,9 @@ class ShardedUpdate:
     CUDA graphs; ``settles``: the optimizer may as well step itself.
     """
 
+    asks_ranks = False
+    """Whether ``norm`` is of gradients on several ranks, which all ask for it."""
+
     def __init__(
         self, model: DataParallel, optimizer: Optimizer, *, fixed: bool = False, settles: bool = False
     ) -> None:
@@ -154,9 +157,6 @@ class ShardedUpdate:
         if self._sharded is None:
             prefer_fused(optimizer)
         self._arrange(self._trainable(), None)
-
-    asks_ranks = False
-    """Whether ``norm`` is of gradients on several ranks, which all ask for it."""
 
     @property
     def is_spread(self) -> bool:

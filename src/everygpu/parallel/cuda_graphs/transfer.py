@@ -20,6 +20,7 @@ from everygpu.parallel.buckets import (
     fill_views,
     group_tensors,
     make_twins,
+    new_leaves,
     plan_bucket,
     put_back,
 )
@@ -224,7 +225,7 @@ class ParamGroup:
         On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
         autograd accumulates the parameters' gradients on streams that are none of the recording's.
         """
-        return [make_twins(self.originals, [t.detach() for t in self.originals]), *self.twins]
+        return [new_leaves(self.originals), *self.twins]
 
     def put_back(self, leaves: Sequence[Sequence[Tensor]], homes: Sequence[Tensor]) -> None:
         """Have leaves be where they were made, the first device's at ``homes``: recurrent layers move them."""
