@@ -79,7 +79,7 @@ def train_epoch(model: nn.Module, batches: everygpu.Feeder, optimizer: torch.opt
             optimizer.step()
             mean_loss.update(loss, len(images))
             advance(len(images), mean_loss)
-    return mean_loss.sync().value
+    return mean_loss.sync().avg
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def measure_accuracy(model: nn.Module, batches: DataLoader) -> float:
     for images, labels in batches:
         hits = model(images).argmax(1).cpu() == labels
         accuracy.update(hits.float().mean(), len(labels))
-    return accuracy.value
+    return accuracy.avg
 
 
 def parse_options() -> argparse.Namespace:

@@ -60,7 +60,7 @@ def make_model() -> nn.Module:
 def device_lines(devices: list[torch.device], rows: list[int]) -> Table:
     """Say of each device how many rows of the batch it has; of a GPU also how busy it is, and its free memory."""
     table = Table.grid(padding=(0, 2))
-    gpus = {gpu.device: gpu for gpu in everygpu.visible_devices()}
+    gpus = {gpu.device: gpu for gpu in everygpu.devices.visible_devices()}
     for replica, (device, num_rows) in enumerate(zip(devices, rows)):
         gpu = gpus.get(device)
         busy = f"{gpu.utilization_pct or 0:.0f}% busy" if gpu else ""

@@ -1,8 +1,8 @@
 """Train on texts of many lengths: which chapter of Python's help is a sentence from?
 
 A batch is as long as its longest sentence; the rest is padding, which costs time and says nothing. So batches are made
-of sentences of similar lengths, and lengths are rounded up: on GPUs `TrainStep` records a step for every shape of batch
-that comes again (128 at most), and few shapes are soon all recorded. Copy this for text, audio, or molecules.
+of sentences of similar lengths, and lengths are rounded up: on GPUs `TrainStep` captures a step for every batch shape
+that comes again (128 at most), and few shapes are soon all captured. Copy this for text, audio, or molecules.
 
     python examples/lengths.py                 # all GPUs, or two replicas on the CPU
     python examples/lengths.py --random-order  # batches as they come, to see what the padding costs

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import everygpu
+from tests.exports import EXPORTS
 
 SLOW = {"tune_workers"}
 """Examples that measure for seconds; the tests of the function itself call it with less."""
@@ -30,7 +31,7 @@ def example_of(docstring):
     return textwrap.dedent("\n".join(block)).strip()
 
 
-EXAMPLES = {name: example_of(getattr(everygpu, name).__doc__) for name in everygpu.__all__}
+EXAMPLES = {name: example_of(value.__doc__) for name, value in EXPORTS.items()}
 
 
 def test_every_export_has_an_example():
@@ -65,6 +66,6 @@ def names(tmp_path, monkeypatch):
     given.clear()  # functions of an example refer to it, and it to them
 
 
-@pytest.mark.parametrize("name", sorted(set(everygpu.__all__) - SLOW))
+@pytest.mark.parametrize("name", sorted(set(EXPORTS) - SLOW))
 def test_example_runs(name, names, warm_python):
     exec(compile(EXAMPLES[name], f"<example of {name}>", "exec"), names)

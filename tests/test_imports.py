@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import everygpu
+from tests.exports import EXPORTS, PACKAGES
 from tests.source import ROOT, tree_of
 
 LAYERS = [
@@ -18,7 +19,7 @@ LAYERS = [
     {"tree", "units", "keys", "folders", "child", "named", "exit_codes", "progress", "once"},
     {"ranks"},
     {"devices"},
-    {"comm", "watchdog"},
+    {"comm", "_watchdog"},
     {"parallel"},
     {"step"},
     {"checkpoint"},
@@ -151,11 +152,10 @@ def test_importing_any_module_asks_no_device_and_changes_nothing():
 
 
 def test_public_names_resolve_and_are_documented():
-    for name in everygpu.__all__:
-        value = getattr(everygpu, name)
+    for value in EXPORTS.values():
         assert inspect.getdoc(value)
         assert value.__module__.startswith("everygpu.")
-        assert name in dir(everygpu)
+    assert {*everygpu.__all__, *PACKAGES} <= set(dir(everygpu))
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -16,7 +16,7 @@ def sockets():  # those of C++, too
 
 before = sockets()
 import torch, everygpu
-watching = everygpu.watch(timeout=60)
+watching = everygpu.watchdog(timeout=60)
 net = torch.nn.Linear(4, 2)
 model = everygpu.DataParallel(net, ["cpu"] * 2)
 model(torch.ones(4, 4)).sum().backward()
@@ -27,7 +27,7 @@ for x, y in everygpu.Feeder(loader, model):
     step(x, y)
 everygpu.save(sys.argv[1], model=model, optimizer=optimizer)
 everygpu.load(sys.argv[1], model=model, optimizer=optimizer)
-everygpu.visible_devices()
+everygpu.devices.visible_devices()
 watching.close()
 print(calls, sockets() - before)
 """

@@ -24,7 +24,7 @@ page. A step's time is the median, with the least and the most in brackets, in m
 within a line. [Benchmarks](benchmarks.md) measures your machine. †: not measured again since, and the code has changed.
 """
 
-ENGINES = ("graphs", "threads", "compile")
+ENGINES = ("capture", "graphs", "threads", "compile")
 
 TITLES = {
     "steps": "Training steps",
@@ -81,7 +81,7 @@ ROWS = {
     "threads": "DataParallel, threads",
     "graphs": "DataParallel, graphs",
     "step": "TrainStep",
-    "step_eager": "TrainStep, not recorded",
+    "step_eager": "TrainStep, not captured",
     "step_compiled": "TrainStep, compiled",
     "fsdp_to_fsdp2": "speed, beside FSDP2 by hand",
     "held_bytes": "held between steps",

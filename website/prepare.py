@@ -48,6 +48,8 @@ ROOMS = {
     "errors": "Errors",
 }
 """The rooms of the public API, each with the title of its page of the reference."""
+PACKAGES = ("devices", "parallel", "step")
+"""Packages with public names beside those of ``everygpu`` itself."""
 
 
 def main() -> None:
@@ -166,17 +168,26 @@ def with_drawings(text: str) -> str:
 
 
 def exports() -> dict[str, str]:
-    """Give each public name with the module that it is imported from, as ``everygpu/__init__.py`` says."""
+    """Give each public name with the module that it is imported from, as the packages' ``__init__.py`` say.
+
+    Names that only a package below ``everygpu`` has begin with it: ``parallel.scatter``.
+    """
     body = parse(SOURCE / "__init__.py").body
     (home,) = (node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME")
-    return ast.literal_eval(home)
+    names: dict[str, str] = ast.literal_eval(home)
+    for package in PACKAGES:
+        for node in parse(SOURCE / package / "__init__.py").body:
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                if alias.name not in names:
+                    names[f"{package}.{alias.name}"] = str(node.module).removeprefix("everygpu.")
+    return names
 
 
 def exports_by_room() -> dict[str, list[str]]:
     """Sort the public names by room, in the order of ``ROOMS``."""
     found: dict[str, list[str]] = {}
     for name, module in exports().items():
-        found.setdefault(module.split(".")[0], []).append(name)
+        found.setdefault(module.split(".")[0].lstrip("_"), []).append(name)
     if unknown := set(found) - set(ROOMS):
         raise SystemExit(f"website/prepare.py: ROOMS must have a title for {sorted(unknown)}. Add one.")
     return {room: sorted(found[room], key=str.lower) for room in ROOMS if room in found}
@@ -189,7 +200,7 @@ def parse(path: Path) -> ast.Module:
 
 def definition(name: str, module: str) -> ast.ClassDef | ast.FunctionDef:
     """Find where a module defines a name, or the module that it imports it from does."""
-    folder = SOURCE.joinpath(*module.split("."))
+    name, folder = name.rpartition(".")[2], SOURCE.joinpath(*module.split("."))
     path = folder.with_suffix(".py") if folder.with_suffix(".py").exists() else folder / "__init__.py"
     for node in statements(parse(path)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
@@ -228,7 +239,7 @@ def reference() -> dict[str, str]:
         raise SystemExit(f"website/prepare.py: public names must have docstrings, found none for {', '.join(missing)}.")
     pages, index = {}, ["# Reference", ""]
     for room, names in exports_by_room().items():
-        whole = ["everygpu.errors"] if room == "errors" else [f"everygpu.{name}" for name in names]
+        whole = ["everygpu.errors"] if room == "errors" else [anchor(name, room) for name in names]
         pages[f"reference/{room}.md"] = f"# {ROOMS[room]}\n\n" + "\n".join(f"::: {name}\n" for name in whole)
         index += [f"## [{ROOMS[room]}]({room}.md)", ""]
         index += [f"* [`{name}`]({room}.md#{anchor(name, room)}): {summary(name)}" for name in names] + [""]
@@ -236,7 +247,11 @@ def reference() -> dict[str, str]:
 
 
 def anchor(name: str, room: str) -> str:
-    return f"everygpu.errors.{name}" if room == "errors" else f"everygpu.{name}"
+    if room == "errors":
+        return f"everygpu.errors.{name}"
+    # A package may hold a module and a function of one name, such as parallel.gather: the function's own home is clear.
+    package, _, plain = name.rpartition(".")
+    return f"everygpu.{exports()[name]}.{plain}" if package else f"everygpu.{name}"
 
 
 def summary(name: str) -> str:

@@ -12,9 +12,9 @@ def test_the_engine_that_ran_is_told(monkeypatch):
     stats = everygpu.TrainStep.stats
     monkeypatch.setattr(everygpu.DataParallel, "engine_in_use", property(lambda net: "threads"), raising=False)
     monkeypatch.setattr(
-        everygpu.TrainStep, "stats", lambda step: SimpleNamespace(loss=stats(step).loss, engine="graphs")
+        everygpu.TrainStep, "stats", lambda step: SimpleNamespace(loss=stats(step).loss, engine="capture")
     )
-    assert [measure(peer)["engine"] for peer in ("single", "ours", "step")] == ["", "threads", "graphs"]
+    assert [measure(peer)["engine"] for peer in ("single", "ours", "step")] == ["", "threads", "capture"]
 
 
 @pytest.mark.usefixtures("forked")

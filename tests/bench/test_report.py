@@ -19,7 +19,7 @@ def row(peer, num_devices, samples, **more):
     ms = 1e3 * 16 * num_devices / samples
     return {
         "model": "gpt2", "peer": peer, "device_type": "cuda", "precision": "bf16", "num_devices": num_devices,
-        "engine": "graphs" if peer == "step" else "",
+        "engine": "capture" if peer == "step" else "",
         "ms": ms, "ms_min": ms * 0.9, "ms_max": ms * 1.2, "steps_per_s": 1e3 / ms, "samples_per_s": samples,
         "peak_gib": [3.0, 2.5][:num_devices], "startup_s": 4.25, **more,
     }  # fmt: skip
@@ -43,7 +43,7 @@ def test_lines_are_below_their_heads():
     line = describe_row(DDP | {"efficiency": 0.8})
     assert " ".join(line.split()) == "ddp - 200.00 (180.00 to 240.00) 160 80.0% 3.00 (2.50) 4.2 s"
     assert line.index("160") + 3 == head.index("samples/s") + len("samples/s")
-    assert describe_row(row("step", 2, 9.0, peak_gib=[])).split()[:2] == ["step", "graphs"]
+    assert describe_row(row("step", 2, 9.0, peak_gib=[])).split()[:2] == ["step", "capture"]
     assert describe_row(FAILED).split() == ["dp", "ValueError:", "mine"]
 
 

@@ -93,7 +93,7 @@ def test_the_reason_is_the_error_or_where_it_stood():
 def test_two_commits_side_by_side(tmp_path, capsys):
     def row(commit, name, ms, **more):
         key = {"commit": commit, "hardware": "H", "workload": "mlp", "row": name}
-        times = {"median_ms": ms, "least_ms": ms, "most_ms": ms, "last_loss": 1.0, "note": "graphs", "peak_gib": 0.1}
+        times = {"median_ms": ms, "least_ms": ms, "most_ms": ms, "last_loss": 1.0, "note": "capture", "peak_gib": 0.1}
         return {**key, **times, **more} if ms else {**key, **more}
 
     found = [

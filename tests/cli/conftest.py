@@ -7,5 +7,5 @@ import pytest
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Give the timeouts that were asked for."""
     asked: list[float] = []
-    monkeypatch.setattr("everygpu.cli.run.watch", asked.append)
+    monkeypatch.setattr("everygpu.cli.run.watchdog", asked.append)
     return asked

@@ -47,7 +47,7 @@ def outputs(devices):
     model, bare = pair(Mlp, devices(2))
     x = rows(22, 3, device=devices(2)[0])
     sharded = model(x)
-    assert isinstance(sharded, everygpu.ShardedBatch)
+    assert isinstance(sharded, everygpu.parallel.ShardedBatch)
     return sharded, bare(x)
 
 
@@ -81,7 +81,7 @@ def test_collections_and_running_means(outputs):
 def test_a_metric_that_keeps_outputs_keeps_their_shards_and_is_pickled(outputs):
     meter = torchmetrics.AUROC(task="multiclass", num_classes=2).to(outputs[0].device)
     meter.update(outputs[0].detach(), LABELS.to(outputs[0].device))
-    assert all(isinstance(kept, everygpu.ShardedBatch) for kept in meter.preds)
+    assert all(isinstance(kept, everygpu.parallel.ShardedBatch) for kept in meter.preds)
     copied = pickle.loads(pickle.dumps(meter))
     torch.testing.assert_close(copied.compute(), meter.compute(), **TOLERANCE)
 

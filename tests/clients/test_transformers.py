@@ -262,7 +262,7 @@ class TestCalls:
                 ours, theirs = (
                     m(tokens[:, :1], past_key_values=out.past_key_values) for m, out in ((model, ours), (bare, theirs))
                 )
-                torch.testing.assert_close(everygpu.gather(ours.logits), theirs.logits)
+                torch.testing.assert_close(everygpu.parallel.gather(ours.logits), theirs.logits)
 
     def test_outputs_have_all_that_one_device_gives(self, make_pair, tokens):
         model, bare = make_pair()

@@ -143,5 +143,5 @@ def test_a_leaf_goes_to_another_gpu_as_a_view(monkeypatch):
 def test_gradients_of_leaves_on_all_devices(devices):
     used = devices(3)
     leaves = [torch.ones(2, device=d, requires_grad=True) for d in used]
-    everygpu.gather(leaves, used[0]).sum().backward()
+    everygpu.parallel.gather(leaves, used[0]).sum().backward()
     assert [leaf.grad.tolist() for leaf in leaves] == [[1, 1]] * 3

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everygpu
-from everygpu import DataParallel, Feeder, gather
+from everygpu import DataParallel, Feeder
 from everygpu.devices import speed
 from everygpu.devices.speed import DeviceSpeed, measure_shares, measure_speed, share_out
 from everygpu.errors import OptionError
+from everygpu.parallel import gather
 from everygpu.parallel.scatter import split
 from tests.parallel.oracle import Mlp, assert_same, pair, rows
 
@@ -124,7 +125,7 @@ class TestAutoSplit:
 
     def test_only_where_devices_are_measured_beforehand(self):
         with pytest.raises(OptionError, match="split: must be"):
-            everygpu.scatter(torch.ones(4), ["cpu"] * 2, split="auto")
+            everygpu.parallel.scatter(torch.ones(4), ["cpu"] * 2, split="auto")
 
     @pytest.mark.alone
     def test_on_gpus(self, devices):

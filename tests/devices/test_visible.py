@@ -241,7 +241,7 @@ def test_real_devices_match_and_need_no_context():
 
 COMPARE = """
 import json, torch
-from everygpu import visible_devices
+from everygpu.devices import visible_devices
 ours = [[device.device.index, device.index, device.uuid] for device in visible_devices()]
 ask = torch.cuda.get_device_properties
 print(json.dumps([ours, [f"GPU-{ask(i).uuid}" for i in range(torch.cuda.device_count())]]))

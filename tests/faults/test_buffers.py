@@ -86,4 +86,4 @@ def test_statistics_in_recorded_steps(devices, monkeypatch, in_loss):
     tape.prepare(used, monkeypatch, fused=True)
     step = make(used, in_loss=in_loss)
     check_put_back(step, 8)
-    assert step.stats().engine == "graphs"
+    assert step.stats().engine == "capture"

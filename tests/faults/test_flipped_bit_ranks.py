@@ -86,7 +86,7 @@ def train_pair() -> tuple[str, str]:
 @pytest.mark.gpu
 def test_ranks_with_a_gpu_each_are_compared(tmp_path: Path, nccl_ranks: None) -> None:
     (engine, first), (_, second) = run_ranks(train_pair, size=2, folder=tmp_path)
-    assert engine == "graphs"
+    assert engine == "capture"
     assert first == second
     second_gpu = 1 % torch.cuda.device_count()
     assert f"of first.weight in rank 1, replica 0 (cuda:{second_gpu}) than in rank 0, replica 0 (cuda:0). " in first

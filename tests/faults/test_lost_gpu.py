@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import everygpu
+from everygpu._watchdog import find_loss
 from everygpu.errors import ReplicaError
 from everygpu.exit_codes import STUCK
 from everygpu.progress import progress
-from everygpu.watchdog import find_loss
 from tests.cli.runs import command_of
 
 
@@ -105,19 +105,19 @@ def test_the_hook_of_the_script_is_called_and_comes_back(monkeypatch: pytest.Mon
     shown: list[object] = []
     own = lambda kind, error, trace: shown.append(error)  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", own)
-    with everygpu.watch():
+    with everygpu.watchdog():
         error = ValueError()
         sys.excepthook(ValueError, error, None)
         assert shown == [error]
     assert sys.excepthook is own
-    with everygpu.watch():
+    with everygpu.watchdog():
         ours = sys.excepthook
         sys.excepthook = lambda *given: ours(*given)  # as that of ranks does
-    with everygpu.watch():
+    with everygpu.watchdog():
         sys.excepthook(ValueError, error, None)
         assert shown == [error, error]
     sys.excepthook = ours
-    with everygpu.watch():
+    with everygpu.watchdog():
         pass
     assert sys.excepthook is own
     assert not progress().is_watched
@@ -125,7 +125,7 @@ def test_the_hook_of_the_script_is_called_and_comes_back(monkeypatch: pytest.Mon
 
 TRAPS = """
 import torch, everygpu
-everygpu.watch()
+everygpu.watchdog()
 x = torch.ones(8, device="cuda")
 
 

@@ -322,11 +322,11 @@ class TestRecorded:
         net, step = make(used, net=make_net(norm=lambda: nn.BatchNorm1d(16)), **options)
         for _ in range(10):
             step(*batch())
-        assert step.stats().engine == "graphs"
+        assert step.stats().engine == "capture"
         before = numbers(net, step)
         for _ in range(options.get("accumulate", 1)):
             step(*batch(bad_row=7))
-        assert step.stats().engine == "graphs"
+        assert step.stats().engine == "capture"
         after = numbers(net, step)
         for state in (before[0], after[0]):
             state.pop("2.num_batches_tracked")
@@ -335,7 +335,7 @@ class TestRecorded:
         assert len(warnings_of(caplog)) == 1
         for _ in range(4):
             step(*batch())
-        assert step.stats().engine == "graphs"
+        assert step.stats().engine == "capture"
         assert all(p.isfinite().all() for p in net.parameters())
         assert not torch.equal(net[1].weight, before[0]["1.weight"])
 
@@ -360,7 +360,7 @@ class TestRecorded:
             if is_bad:
                 net.first.load_state_dict(first)
         assert num_skipped == 2
-        assert step.stats().engine == "graphs"
+        assert step.stats().engine == "capture"
 
     def test_only_gradients_where_updates_wait(self, used, caplog):
         check_only_gradients(used, caplog, num_steps=10, clip_norm=1.0)

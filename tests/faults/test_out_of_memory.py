@@ -54,7 +54,7 @@ class Run:
         if way == "TrainStep":
             step = everygpu.TrainStep(self.model, loss_of, optimizer, **options)
             self.train: Train = lambda: step(X, Y)
-            self.was_launched = lambda: step.stats().engine == "graphs"
+            self.was_launched = lambda: step.stats().engine == "capture"
             return
         optimizer = everygpu.ShardedOptimizer(optimizer, ["cpu"] * NUM) if way == "ShardedOptimizer" else optimizer
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import everygpu
+from everygpu._watchdog import Threads
 from everygpu.checkpoint.background import Background
 from everygpu.errors import OptionError
 from everygpu.exit_codes import REASON_FILE, STUCK
 from everygpu.progress import progress, running
 from everygpu.ranks.group import join
-from everygpu.watchdog import Threads
 from tests.cli.runs import command_of
 from tests.faults.hanging import Net, make_batch, wait_for_ever
 from tests.faults.inject import fork
@@ -74,7 +74,7 @@ def train(engine: str, place: str, replica: int = 1, then: Callable[[], object] 
     assert model.engine_in_use == engine
     net.place, net.replica = place, replica
     then()
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watchdog(timeout=SOON_S)
     model(x).sum().backward()
 
 
@@ -83,14 +83,14 @@ def train_by_step(place: str = "backward") -> None:
     net.place = place
     model = everygpu.DataParallel(net, ["cpu"] * 2)
     step = everygpu.TrainStep(model, lambda y: y.sum(), torch.optim.SGD(net.parameters(), 0.1))
-    with everygpu.watch(timeout=SOON_S if place else 600):
+    with everygpu.watchdog(timeout=SOON_S if place else 600):
         step(make_batch())
 
 
 def train_alone() -> None:
     net = Net()
     net.place = "forward"
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watchdog(timeout=SOON_S)
     everygpu.DataParallel(net, ["cpu"])(make_batch()[2:])
 
 
@@ -98,13 +98,13 @@ def train_with_a_barrier() -> None:
     """Train while the first replica waits for the other at a synchronised layer."""
     net = Net()
     net.layer, net.place = everygpu.SyncBatchNorm(4), "forward"
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watchdog(timeout=SOON_S)
     everygpu.DataParallel(net, ["cpu"] * 2, engine="threads")(make_batch())
 
 
 def wait_for_ranks_beside_a_forward() -> None:
     """Stand still at two places at once."""
-    everygpu.watch()
+    everygpu.watchdog()
 
     def wait_for_ranks() -> None:
         with running("barrier over ranks", waits_for="ranks"):
@@ -114,7 +114,7 @@ def wait_for_ranks_beside_a_forward() -> None:
     with running("forward"):
         while len(progress().operations) < 2:
             time.sleep(0.01)
-        everygpu.watch(timeout=SOON_S)
+        everygpu.watchdog(timeout=SOON_S)
         wait_for_ever()
 
 
@@ -216,7 +216,7 @@ def test_a_compiled_replica(tmp_path: Path) -> None:
 def wait_for_a_rank() -> None:
     group = join()
     group.gather(None)
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watchdog(timeout=SOON_S)
     if group.rank == 1:
         ctypes.CDLL(None).sleep(600)  # as in a call in C++ that never ends
     group.gather(None)
@@ -280,7 +280,7 @@ def train_slowly(wait: Callable[[], object]) -> None:
 
 
 def slow_code() -> None:
-    everygpu.watch(timeout=CALM_S)
+    everygpu.watchdog(timeout=CALM_S)
     time.sleep(LONG_S)
 
 
@@ -300,12 +300,12 @@ def stopped() -> None:
         os.read(reading, 1)  # a fork may take its time
         os.read(reading, 1)
 
-    everygpu.watch(timeout=CALM_S)
+    everygpu.watchdog(timeout=CALM_S)
     train_slowly(wait)
 
 
 def in_many_threads() -> None:
-    everygpu.watch(timeout=CALM_S)
+    everygpu.watchdog(timeout=CALM_S)
     threads = [threading.Thread(target=step_for, args=(LONG_S,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -314,27 +314,27 @@ def in_many_threads() -> None:
 
 
 def over() -> None:
-    with everygpu.watch(timeout=CALM_S):
+    with everygpu.watchdog(timeout=CALM_S):
         pass
     assert not any(thread.name.startswith("everygpu-watch") for thread in threading.enumerate())
     train_slowly(lambda: time.sleep(LONG_S))
 
 
 def nested() -> None:
-    everygpu.watch(timeout=CALM_S)
-    with everygpu.watch(timeout=60):
+    everygpu.watchdog(timeout=CALM_S)
+    with everygpu.watchdog(timeout=60):
         train_slowly(lambda: time.sleep(LONG_S))
 
 
 def forked() -> None:
     hook = sys.excepthook
-    everygpu.watch(timeout=CALM_S)
+    everygpu.watchdog(timeout=CALM_S)
 
     def work() -> None:
         train_slowly(lambda: time.sleep(LONG_S))
         assert not progress().is_watched
         assert sys.excepthook is hook
-        with everygpu.watch():
+        with everygpu.watchdog():
             assert "everygpu-watch" in [thread.name for thread in threading.enumerate()]
 
     assert os.waitpid(fork(work), 0)[1] == 0
@@ -345,7 +345,7 @@ def waits_for_a_pool(pool: Any, get: str) -> None:
         for _ in range(int(100 * LONG_S)):
             time.sleep(0.01)
 
-    everygpu.watch(timeout=CALM_S)
+    everygpu.watchdog(timeout=CALM_S)
     with pool:
         train_slowly(lambda: getattr((pool.submit if get == "result" else pool.apply_async)(work), get)())
 
@@ -395,13 +395,13 @@ def test_no_false_alarm(ends: Ends, name: str) -> None:
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "600", None])
 def test_timeouts_are_numbers(timeout: object) -> None:
     with pytest.raises(OptionError, match="is not a number of seconds above 0"):
-        everygpu.watch(timeout=timeout)  # type: ignore[arg-type]
+        everygpu.watchdog(timeout=timeout)  # type: ignore[arg-type]
     assert not progress().is_watched
 
 
 def test_watches_end_in_any_order() -> None:
     hook = sys.excepthook
-    first, second = everygpu.watch(), everygpu.watch(timeout=5)
+    first, second = everygpu.watchdog(), everygpu.watchdog(timeout=5)
     assert repr(second) == "Watch(timeout=5)"
     first.close()
     assert progress().is_watched
@@ -425,7 +425,7 @@ def test_nothing_is_collected_while_frames_of_threads_are_read(collects: bool) -
 
     def note(phase: str, info: dict[str, int]) -> None:
         frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
-        amid.extend(f.f_code.co_name for f in frames if f.f_globals.get("__name__") == "everygpu.watchdog")
+        amid.extend(f.f_code.co_name for f in frames if f.f_globals.get("__name__") == "everygpu._watchdog")
 
     thresholds = gc.get_threshold()
     gc.callbacks.append(note)
@@ -450,7 +450,7 @@ def test_nothing_is_collected_while_frames_of_threads_are_read(collects: bool) -
 HUNG_GPU = """
 import sys, torch, everygpu
 device = torch.device("cuda", int(sys.argv[1]))
-everygpu.watch(timeout=3)
+everygpu.watchdog(timeout=3)
 x = torch.ones(8, device=device)
 with torch.cuda.device(device):
     torch.cuda._sleep(1 << 40)

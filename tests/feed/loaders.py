@@ -5,7 +5,7 @@ import threading
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from everygpu import gather
+from everygpu.parallel import gather
 
 CPU = torch.device("cpu")
 

@@ -128,9 +128,9 @@ def seed(differently=True):
 def numbers_in(batch):
     """The numbers of a batch, by rows."""
     assert batch["x"].shape[1:] == (1,)
-    x = everygpu.gather(batch["x"]).flatten().tolist()
+    x = everygpu.parallel.gather(batch["x"]).flatten().tolist()
     if "index" in batch:
-        assert everygpu.gather(batch["index"]).tolist() == x
+        assert everygpu.parallel.gather(batch["index"]).tolist() == x
     return [int(v) for v in x]
 
 
@@ -302,9 +302,9 @@ def meters():
     for step in range(rank):
         meter.update(torch.tensor(float(rank)), 2 + step)
     meter.update(0.5, 1)
-    before = (meter.value, meter.num_rows)
+    before = (meter.avg, meter.num_rows)
     totals = [meter.sync() for _ in range(2)]
-    return before, [(total.value, total.num_rows) for total in totals], (meter.value, meter.num_rows)
+    return before, [(total.avg, total.num_rows) for total in totals], (meter.avg, meter.num_rows)
 
 
 def everything(saved):

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import everygpu
-from everygpu import DataParallel, Feeder, Replicated, ShardedBatch, gather
+from everygpu import DataParallel, Feeder, Replicated
 from everygpu.errors import DeviceError, OptionError, SplitError
+from everygpu.parallel import ShardedBatch, gather
 from tests.feed.loaders import CPU, batches, feeder_threads, numbered, values
 from tests.parallel.oracle import TOLERANCE, Mlp, pair, rows, score
 
@@ -35,7 +36,7 @@ def test_batches_come_once_in_order_and_split_as_planned(devices, num, size, cou
         assert x.device == y.device == used[0]
         assert gather(x).cpu().equal(expected_x)
         assert gather(y).cpu().equal(expected_y)
-        shards = everygpu.scatter(expected_x, used)
+        shards = everygpu.parallel.scatter(expected_x, used)
         if isinstance(x, ShardedBatch):
             assert [s.shape for s in x.shards] == [s.shape for s in shards]
             assert [s.device for s in x.shards] == used[: len(shards)]
@@ -46,7 +47,7 @@ def test_data_parallel_uses_the_shards_where_they_are(devices):
     model = DataParallel(nn.Linear(3, 2), used)
     for x, y in Feeder(batches(3), model):
         assert isinstance(x, ShardedBatch)
-        (shards,) = [[s.data_ptr() for s in everygpu.scatter(x, used)]]
+        (shards,) = [[s.data_ptr() for s in everygpu.parallel.scatter(x, used)]]
         assert shards == [p.data_ptr() for p in x._parts]
         loss = nn.functional.cross_entropy(model(x), y % 2)
         loss.backward()
@@ -147,18 +148,18 @@ class TestBatches:
     def test_a_tensor_that_every_replica_needs_whole(self, devices):
         used = devices(3)
         (out,) = Feeder([(torch.ones(6, 2), Replicated({"mask": torch.arange(5)}))], used)
-        shards = everygpu.scatter(out, used)
+        shards = everygpu.parallel.scatter(out, used)
         masks = [mask["mask"] for _, mask in shards]
         assert [m.device for m in masks] == used
         assert len({m.data_ptr() for m in masks}) == len(used), "replicas must not share memory"
         assert all(m.tolist() == [0, 1, 2, 3, 4] for m in masks)
-        again = everygpu.scatter(out, used)
+        again = everygpu.parallel.scatter(out, used)
         assert [m[1]["mask"].data_ptr() for m in again] == [m.data_ptr() for m in masks], "it was copied again"
 
     def test_a_replicated_value_that_was_replaced(self):
         (out,) = Feeder([(torch.ones(4), Replicated(torch.zeros(2)))], ["cpu"] * 2)
         out[1].value = torch.ones(2)
-        assert [s[1].tolist() for s in everygpu.scatter(out, ["cpu"] * 2)] == [[1, 1]] * 2
+        assert [s[1].tolist() for s in everygpu.parallel.scatter(out, ["cpu"] * 2)] == [[1, 1]] * 2
 
     def test_on_one_device_tensors_are_plain(self):
         x, mask = torch.ones(3, 2), torch.ones(5)
@@ -181,7 +182,7 @@ class TestBatches:
 
     def test_replicas_may_write_into_their_shards(self):
         (x,) = Feeder([torch.ones(4)], ["cpu"] * 2)
-        first, second = everygpu.scatter(x, ["cpu"] * 2)
+        first, second = everygpu.parallel.scatter(x, ["cpu"] * 2)
         weight = torch.ones((), requires_grad=True)
         product = second * weight
         first.zero_()

@@ -27,10 +27,10 @@ def test_it_is_the_mean_over_rows(updates: list[tuple[float, int, bool]]) -> Non
     total = sum(rows for _, rows, _ in updates)
     assert meter.num_rows == total
     if total == 0:
-        assert math.isnan(meter.value)
+        assert math.isnan(meter.avg)
     else:
         expected = math.fsum(value * rows for value, rows, _ in updates) / total
-        assert meter.value == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert meter.avg == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_it_is_the_mean_over_rows(updates: list[tuple[float, int, bool]]) -> Non
 def test_every_kind_of_number_is_taken(value: Any) -> None:
     meter = Meter()
     meter.update(value, np.int64(2))
-    assert meter.value == pytest.approx(float(torch.as_tensor(value, dtype=torch.float64).mean()))
+    assert meter.avg == pytest.approx(float(torch.as_tensor(value, dtype=torch.float64).mean()))
 
 
 def test_no_graph_is_kept() -> None:
@@ -54,7 +54,7 @@ def test_no_graph_is_kept() -> None:
     del weight, saved, loss
     gc.collect()
     assert [ref() for ref in watched] == [None] * 3
-    assert meter.value == 12.0
+    assert meter.avg == 12.0
 
 
 READS = ["item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"]
@@ -70,7 +70,7 @@ def test_update_does_not_read_the_value(monkeypatch: pytest.MonkeyPatch, name: s
         patch.setattr(torch.Tensor, name, refuse)
         for value in (torch.tensor(1.0, requires_grad=True), torch.tensor([1.0, 3.0]), torch.tensor(3)):
             meter.update(value, 2)
-    assert meter.value == 2.0
+    assert meter.avg == 2.0
 
 
 @pytest.mark.gpu
@@ -85,7 +85,7 @@ def test_update_does_not_wait_for_a_gpu() -> None:
             meter.update(value.mean(), 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert meter.value == pytest.approx(sum(range(len(values))) / len(values))
+    assert meter.avg == pytest.approx(sum(range(len(values))) / len(values))
 
 
 def test_values_from_several_devices_are_joined(devices) -> None:
@@ -95,7 +95,7 @@ def test_values_from_several_devices_are_joined(devices) -> None:
     meter.update(10.0, 2)
     num = len(devices(3))
     expected = (sum(i * (i + 1) for i in range(num)) + 20) / (sum(range(1, num + 1)) + 2)
-    assert meter.value == pytest.approx(expected)
+    assert meter.avg == pytest.approx(expected)
 
 
 def test_edges() -> None:
@@ -104,16 +104,16 @@ def test_edges() -> None:
     meter.update(torch.tensor([1.0, 3.0]), 4)
     meter.update(8.0, 2)
     meter.update(torch.tensor(float("inf")), 0)
-    assert (meter.value, meter.num_rows) == (4.0, 6)
+    assert (meter.avg, meter.num_rows) == (4.0, 6)
     meter.update(torch.tensor(float("nan")))
-    assert math.isnan(meter.value)
+    assert math.isnan(meter.avg)
     meter.reset()
     value = torch.tensor(1.23456, dtype=torch.float64)
     meter.update(value, 2)
     value.fill_(100)
     assert f"{meter:>8.1f}" == "     1.2"
     assert f"{meter}" == str(meter) == "1.235"
-    assert repr(meter) == "Meter(value=1.23456, num_rows=2)"
+    assert repr(meter) == "Meter(avg=1.23456, num_rows=2)"
 
 
 def test_it_works_in_any_mode_and_sums_in_double() -> None:
@@ -123,7 +123,7 @@ def test_it_works_in_any_mode_and_sums_in_double() -> None:
             meter.update(value, 7)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             meter.update(value.clone().requires_grad_(), 7)
-    assert meter.value == pytest.approx(value.item(), rel=1e-12)
+    assert meter.avg == pytest.approx(value.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -139,4 +139,4 @@ def test_bad_arguments_are_refused_and_leave_the_meter_as_it_was(value: Any, num
     meter.update(3.0, 2)
     with pytest.raises(OptionError, match="Meter: "):
         meter.update(value, num_rows)
-    assert (meter.value, meter.num_rows) == (3.0, 2)
+    assert (meter.avg, meter.num_rows) == (3.0, 2)

@@ -181,7 +181,7 @@ class Run:
         """Go on until so many batches are seen, or all epochs are over."""
         while self.feeder.epoch < num_epochs and num_batches != 0:
             for (x,) in self.feeder:
-                self.seen.append(everygpu.gather(x).tolist())
+                self.seen.append(everygpu.parallel.gather(x).tolist())
                 torch.rand(1), random.random(), np.random.rand()
                 if len(self.seen) == num_batches:
                     return self.seen

@@ -211,9 +211,9 @@ def test_a_meter_of_one_process_is_all(environ_alone):
     assert meter.sync().num_rows == 0
     meter.update(torch.tensor([1.0, 3.0]), 4)
     total = meter.sync()
-    assert (total.value, total.num_rows) == (2.0, 4)
+    assert (total.avg, total.num_rows) == (2.0, 4)
     total.update(7.0)
-    assert (meter.value, meter.num_rows) == (2.0, 4)
+    assert (meter.avg, meter.num_rows) == (2.0, 4)
 
 
 @pytest.fixture

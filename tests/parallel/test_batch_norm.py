@@ -68,7 +68,7 @@ def test_equals_one_device_on_the_whole_batch(devices: Devices, momentum: float 
             x = images(rows, device).requires_grad_()
             out = net(x)
             out.square().mean().backward()
-            return [everygpu.gather(out) if isinstance(net, everygpu.DataParallel) else out, x.grad]
+            return [everygpu.parallel.gather(out) if isinstance(net, everygpu.DataParallel) else out, x.grad]
 
         for _ in range(2):
             both_ways(model, plain, use)
@@ -84,7 +84,7 @@ def test_statistics_are_kept_where_the_first_device_has_few_rows(devices: Device
     plain, ours, _ = pair(used)
     model = everygpu.DataParallel(ours, used, split=[0.01, 1, 2][: len(used)], buffers=buffers)
     for rows in (7, 6):
-        torch.testing.assert_close(everygpu.gather(model(images(rows, used[0]))), plain(images(rows, used[0])))
+        torch.testing.assert_close(everygpu.parallel.gather(model(images(rows, used[0]))), plain(images(rows, used[0])))
     assert_same(ours, plain)
 
 
@@ -93,7 +93,7 @@ def test_second_derivatives_are_refused(devices: Devices) -> None:
     _, _, model = pair(used)
     x = images(5, used[0]).requires_grad_()
     with pytest.raises(CallError, match=r"model\.module"):
-        torch.autograd.grad(everygpu.gather(model(x)).square().sum(), x, create_graph=True)
+        torch.autograd.grad(everygpu.parallel.gather(model(x)).square().sum(), x, create_graph=True)
     torch.autograd.grad(model.module(x).square().sum(), x, create_graph=True)[0].sum().backward()
 
 
@@ -105,7 +105,7 @@ def test_half_precision_keeps_its_dtype(devices: Devices, dtype: torch.dtype, is
     layer = everygpu.SyncBatchNorm(4).to(used[0], dtype if is_whole else torch.float32)
     plain = nn.BatchNorm1d(4).to(used[0])
     x = torch.randn(10, 4, device=used[0]) * 3 + 1
-    out = everygpu.gather(everygpu.DataParallel(layer, used)(x.to(dtype).requires_grad_()))
+    out = everygpu.parallel.gather(everygpu.DataParallel(layer, used)(x.to(dtype).requires_grad_()))
     assert out.dtype is dtype
     torch.testing.assert_close(out.float(), plain(x), rtol=0.02, atol=0.02)
     out.float().square().sum().backward()
@@ -231,7 +231,9 @@ def test_shares_without_rows_count_nothing(devices: Devices, dtype: torch.dtype,
             y = x.detach().requires_grad_()
             out = net(y)
             out.float().square().mean().backward()
-            found.append([everygpu.gather(out) if net is model else out, y.grad, *(p.grad for p in net.parameters())])
+            found.append(
+                [everygpu.parallel.gather(out) if net is model else out, y.grad, *(p.grad for p in net.parameters())]
+            )
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
         assert not any(value.isnan().any() for value in ours.state_dict().values())
         torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=tolerance, atol=tolerance)
@@ -268,7 +270,7 @@ def test_convert_keeps_parameters_buffers_and_flags() -> None:
         }
     )
     before = dict(net.state_dict(keep_vars=True))
-    assert everygpu.SyncBatchNorm.convert(net) is net
+    assert everygpu.SyncBatchNorm.convert_sync_batchnorm(net) is net
     after = dict(net.state_dict(keep_vars=True))
     assert before.keys() == after.keys()
     assert all(before[k] is after[k] for k in before)
@@ -313,7 +315,7 @@ def test_a_single_value_per_channel_is_refused_as_by_torch(devices: Devices) -> 
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.randn(1, 3, device=devices(1)[0]))
     # One row for each replica is enough: together they are two.
-    assert everygpu.gather(model(torch.randn(2, 3, device=devices(1)[0]))).shape == (2, 3)
+    assert everygpu.parallel.gather(model(torch.randn(2, 3, device=devices(1)[0]))).shape == (2, 3)
 
 
 class Fickle(nn.Module):
@@ -345,14 +347,14 @@ def test_replicas_that_take_different_ways_are_an_error(devices: Devices, kind: 
     x[2:] = -1
     with pytest.raises(ReplicaError, match=says):
         model(x)
-    assert everygpu.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
+    assert everygpu.parallel.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
 
 
 def test_compiled_replicas_fall_back_to_threads(caplog: pytest.LogCaptureFixture) -> None:
     plain, ours, _ = pair([torch.device("cpu")])
     model = everygpu.DataParallel(ours, ["cpu"] * 2, engine="compile")
     with caplog.at_level(logging.WARNING, "everygpu"):
-        out = everygpu.gather(model(images(6, torch.device("cpu"))))
+        out = everygpu.parallel.gather(model(images(6, torch.device("cpu"))))
     torch.testing.assert_close(out, plain(images(6, torch.device("cpu"))))
     assert "SyncBatchNorm" in caplog.text
 

@@ -62,7 +62,7 @@ def test_what_is_no_size_is_refused(cap: Any) -> None:
         everygpu.ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), CPU, bucket_cap_mb=cap)
 
 
-@pytest.mark.parametrize("engine", ["threads", "graphs"])
+@pytest.mark.parametrize("engine", ["threads", "capture"])
 def test_data_parallel_with_a_bucket_for_each_parameter(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tape.install(monkeypatch, fused=True)
     plain = make_net()

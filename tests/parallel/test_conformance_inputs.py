@@ -178,7 +178,7 @@ class TestMirrors:
         assert type(out) is kind
         for name, value in vars(alone).items():
             if name != "loss" and isinstance(value, torch.Tensor):
-                torch.testing.assert_close(everygpu.gather(getattr(out, name)), value)
+                torch.testing.assert_close(everygpu.parallel.gather(getattr(out, name)), value)
         assert out.loss.shape == (3,)
         if not isinstance(out, (Fields, Renaming)):
             assert out.logits is out["logits"]
@@ -197,11 +197,11 @@ class TestMirrors:
             seen.append((len(b.logits if kind is Fields else b["logits"]), len(shown), len(b.loss)))
             return shown
 
-        torch.testing.assert_close(everygpu.gather(parallel(Returning(read))(batch)), x.cpu())
+        torch.testing.assert_close(everygpu.parallel.gather(parallel(Returning(read))(batch)), x.cpu())
         assert seen == [(3, 3, 3), (3, 3, 3), (1, 1, 1)]
         (fed,) = everygpu.Feeder([batch], ["cpu"] * 3)
         for value in vars(fed).values():
-            assert not isinstance(value, torch.Tensor) or isinstance(value, everygpu.ShardedBatch)
+            assert not isinstance(value, torch.Tensor) or isinstance(value, everygpu.parallel.ShardedBatch)
         assert type(fed) is kind
 
 
@@ -234,7 +234,7 @@ class TestArrays:
             Returning(lambda x, w, whole, number: x * torch.from_numpy(w)[:, None] + len(whole) + number.item())
         )
         out = model(x, w=weights, whole=everygpu.Replicated(np.ones(10)), number=np.array(1.0))
-        torch.testing.assert_close(everygpu.gather(out), x * torch.from_numpy(weights)[:, None] + 11)
+        torch.testing.assert_close(everygpu.parallel.gather(out), x * torch.from_numpy(weights)[:, None] + 11)
         assert parallel(Returning(torch.from_numpy))(weights).shape == (7,)
         with pytest.raises(SplitError, match=r"got 7 in args\[0\] and 10 in args\[1\]"):
             model(x, np.ones(10))
@@ -243,8 +243,8 @@ class TestArrays:
     @pytest.mark.parametrize("dim", [0, 1, -1])
     def test_every_split_and_dimension(self, split, dim):
         array = np.arange(35).reshape(5, 7)
-        parts = everygpu.scatter(array, ["cpu"] * 3, dim, split=split)
-        expected = everygpu.scatter(torch.from_numpy(array), ["cpu"] * 3, dim, split=split)
+        parts = everygpu.parallel.scatter(array, ["cpu"] * 3, dim, split=split)
+        expected = everygpu.parallel.scatter(torch.from_numpy(array), ["cpu"] * 3, dim, split=split)
         assert [p.tolist() for p in parts] == [p.tolist() for p in expected]
 
     def test_feeder_and_train_step(self):
@@ -316,7 +316,7 @@ class TestObjects:
         x = torch.randn(7, 4)
         read = Returning(lambda b: b["x"] if isinstance(b, dict) else b.x)
         for batch in ({"x": x}, Registered(x)):
-            torch.testing.assert_close(everygpu.gather(parallel(read)(batch)), x)
+            torch.testing.assert_close(everygpu.parallel.gather(parallel(read)(batch)), x)
         seen, batch = [], Batch(x)
         parallel(Returning(seen.append))(everygpu.Replicated(batch))
         assert seen == [batch] * 3
@@ -404,7 +404,7 @@ class TestObjectsThatReplicasReturned:
         with pytest.raises(SplitError, match=r"such as Cache, can be passed back .* replica, \[3, 3\], got \[2, 4\]"):
             model(torch.zeros(6, 3), cache=cache)
         with pytest.raises(SplitError, match=r"\[3, 3\], got \[6\]"):
-            everygpu.scatter((torch.zeros(6, 3), cache), ["cpu"])
+            everygpu.parallel.scatter((torch.zeros(6, 3), cache), ["cpu"])
 
 
 def test_weights_stacked_for_each_device_are_told_apart_from_rows(devs):
@@ -485,8 +485,8 @@ def make_script_module():
 def test_something_else_than_a_module(devices, make, named, advice):
     for take in (
         everygpu.DataParallel,
-        everygpu.replicate,
-        lambda m, devs: everygpu.data_parallel(m, torch.ones(4, 3), devs),
+        everygpu.parallel.replicate,
+        lambda m, devs: everygpu.parallel.data_parallel(m, torch.ones(4, 3), devs),
     ):
         with pytest.raises(ModuleError) as caught:
             take(make(), devices(2))
@@ -520,7 +520,7 @@ def test_exception_in_one_replica(devs, x, bad_row):
         assert part in str(cause)
     assert isinstance(cause.__cause__, LookupError), "its own cause"
     assert "raise KeyError" in str(caught.traceback[-1].statement), "the traceback leads to the user's line"
-    torch.testing.assert_close(everygpu.gather(model(x)), x)
+    torch.testing.assert_close(everygpu.parallel.gather(model(x)), x)
 
 
 def test_exception_in_backward_leaves_the_object_working(model, bare, x):

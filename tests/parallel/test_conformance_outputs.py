@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
-from everygpu import DataParallel, Rows, gather
+from everygpu import DataParallel, Rows
 from everygpu.errors import GatherError, SplitError
+from everygpu.parallel import gather
 from tests.parallel.oracle import Returning, assert_same_grads, pair, rows
 
 pytestmark = pytest.mark.usefixtures("in_threads")

@@ -192,7 +192,7 @@ def test_function_modes_are_in_force_in_every_replica(devs, x, modes):
     model = everygpu.DataParallel(Returning(lambda x: torch.relu(x)), devs)
     with everything(*(lambda mode=mode: mode for mode in modes)):
         torch.testing.assert_close(model(x), torch.relu(x))
-        assert not torch.equal(everygpu.gather(model(x)), x.clamp(min=0))
+        assert not torch.equal(everygpu.parallel.gather(model(x)), x.clamp(min=0))
     torch.testing.assert_close(model(x), x.relu())
 
 

@@ -423,7 +423,9 @@ def test_losses_of_different_means_that_are_added_say_so(said):
             found, said_before = model(ids, labels), len(said.records)
             total = found["loss"] + found[other]
             rows = torch.tensor([len(x) for x in ids.chunk(num)], dtype=torch.float64)
-            torch.testing.assert_close(total.mean(), (everygpu.gather(total) * rows).sum() / rows.sum(), **CLOSE)
+            torch.testing.assert_close(
+                total.mean(), (everygpu.parallel.gather(total) * rows).sum() / rows.sum(), **CLOSE
+            )
             assert "were added" in said.records[said_before].getMessage()
         said.clear()
 

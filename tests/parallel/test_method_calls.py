@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu import DataParallel, ShardedBatch
+from everygpu import DataParallel
 from everygpu.errors import CallError, GatherError, SplitError
+from everygpu.parallel import ShardedBatch
 
 pytestmark = pytest.mark.usefixtures("in_threads")
 
@@ -68,10 +69,10 @@ class TestGenerate:
         model = writers(used)
         out = model.call_method("generate", LENGTHS.to(used[0]), pad_value=0)
         assert type(out) is ShardedBatch
-        assert everygpu.gather(out, -1).tolist() == model.module.generate(LENGTHS.to(used[0])).tolist()
+        assert everygpu.parallel.gather(out, -1).tolist() == model.module.generate(LENGTHS.to(used[0])).tolist()
         assert out.shape == (5, 5)
         filled = model.call_method("generate", LENGTHS, max_new_tokens=4, pad_value=-1)
-        assert everygpu.gather(filled, -1).tolist()[0] == [1, 2, 3, -1]
+        assert everygpu.parallel.gather(filled, -1).tolist()[0] == [1, 2, 3, -1]
         assert model.num_calls == 3
         assert model.call_method("generate", LENGTHS, max_new_tokens=2).shape == (5, 2), "equal sizes need no value"
         with pytest.raises(GatherError, match=r"got \(3, 3\), \(2, 5\) from the replicas. Pass pad_value=... to call_"):
@@ -90,7 +91,9 @@ class TestGenerate:
         model.gather_rule = gather
         out = model.call_method("method", torch.ones(3, 4), pad_value=0)
         expected = torch.tensor([[1, 1], [1, 1], [1, 0]])
-        assert torch.equal(everygpu.gather(out["out"]) if gather == "sharded" else out["out"], expected.to(dtype))
+        assert torch.equal(
+            everygpu.parallel.gather(out["out"]) if gather == "sharded" else out["out"], expected.to(dtype)
+        )
         assert np.array_equal(out["array"], expected)
 
     def test_gradients_reach_what_was_filled_up(self):
@@ -111,14 +114,14 @@ class TestAsForward:
         x, bias = torch.arange(5.0, device=used[0]), torch.ones(5, device=used[0])
         out = model.call_method("encode", x, bias=bias)
         assert out["name"] == "encoded"
-        torch.testing.assert_close(everygpu.gather(out["hidden"]), x * 2 + 1)
+        torch.testing.assert_close(everygpu.parallel.gather(out["hidden"]), x * 2 + 1)
         model(x).sum().backward()
         out["hidden"].sum().backward()
         assert model.scale.grad == 20
         torch.testing.assert_close(model.call_method("loss", x).mean().cpu(), torch.tensor(4.0))  # weighed by rows
         with torch.no_grad():
             model.scale.fill_(5.0)
-        torch.testing.assert_close(everygpu.gather(model.call_method("encode", x)["hidden"]), x * 5)
+        torch.testing.assert_close(everygpu.parallel.gather(model.call_method("encode", x)["hidden"]), x * 5)
 
     def test_masks_are_those_of_forward(self):
         x, model, drawn = torch.ones(64), writers(["cpu"] * 2), []
@@ -163,7 +166,7 @@ class TestAsForward:
 
         out = Own(Writer(), ["cpu"] * num).call_method("generate", {"data": LENGTHS}, pad_value=0)
         out = out["joined"] if num == 2 else out
-        assert everygpu.gather(out, -1).tolist() == Writer().generate(LENGTHS).tolist()
+        assert everygpu.parallel.gather(out, -1).tolist() == Writer().generate(LENGTHS).tolist()
 
 
 class TestErrors:

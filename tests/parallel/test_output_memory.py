@@ -87,7 +87,7 @@ def test_an_in_place_sampler(devices: Devices) -> None:
     with torch.no_grad():
         y = model(x)
         x.zero_()
-    assert (everygpu.gather(y) == 0.9).all()
+    assert (everygpu.parallel.gather(y) == 0.9).all()
 
 
 def test_no_output_has_the_module_searched(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,5 +186,5 @@ def test_a_public_program(devices: Callable[[int], list[torch.device]], program:
     used, runs = devices(num_replicas), []
     for wrap in (lambda module, **_: module, lambda module, **more: everygpu.DataParallel(module, used, **more)):
         torch.manual_seed(0)
-        runs.append([everygpu.gather(x).detach().clone() for x in program(wrap, used[0])])
+        runs.append([everygpu.parallel.gather(x).detach().clone() for x in program(wrap, used[0])])
     torch.testing.assert_close(*runs, **TOLERANCE)

@@ -339,7 +339,7 @@ class TestFrozen:
         return counts
 
     def run(self, model, x):
-        return everygpu.gather(model(x))
+        return everygpu.parallel.gather(model(x))
 
     def test_sent_once_then_again_afterwards(self, devs, x, sent):
         model, bare = pair(Buffered, devs)
@@ -426,7 +426,7 @@ def test_cached_parametrizations_are_each_replicas_own(devices, is_trained):
     for _ in range(3):
         seen.clear()
         with parametrize.cached(), torch.set_grad_enabled(is_trained):
-            outputs = [everygpu.gather(model(x) * model(x)), plain(x) * plain(x)]
+            outputs = [everygpu.parallel.gather(model(x) * model(x)), plain(x) * plain(x)]
             torch.testing.assert_close(*outputs)
             weights = {id(t): t for t in seen}  # each is computed once
             assert len(weights) == 4
@@ -466,6 +466,6 @@ def test_modules_that_replicate_themselves(devices):
     model = everygpu.DataParallel(module, used)
     for step in range(3):
         out, counts = model(torch.ones(3, 4, device=used[0]))
-        assert everygpu.gather(out)[:, 0].tolist() == [0, 2 * step + 1, 2 * step + 2]
+        assert everygpu.parallel.gather(out)[:, 0].tolist() == [0, 2 * step + 1, 2 * step + 2]
         assert counts == (1 if step == 0 else [step + 1, 1, 1])
-    assert everygpu.gather(out).requires_grad
+    assert everygpu.parallel.gather(out).requires_grad

@@ -94,7 +94,7 @@ class TestBatchedGradients:
 
         model, bare = DataParallel(Mlp().to(used[0]), used), Mlp().to(used[0])
         for actual, expected in zip(grads(model), grads(bare), strict=True):
-            torch.testing.assert_close(everygpu.gather(actual), expected)
+            torch.testing.assert_close(everygpu.parallel.gather(actual), expected)
 
     def test_under_vmap(self, x):
         def grads(model):

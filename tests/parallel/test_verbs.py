@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu import DataParallel, ShardedBatch
+from everygpu import DataParallel
 from everygpu.errors import CallError, GatherError, OptimizerError, OptionError
+from everygpu.parallel import ShardedBatch
 from tests.parallel.oracle import Returning, assert_same_grads
 
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
@@ -72,12 +73,12 @@ class Outer(DataParallel):
 
 
 class TestOverrides:
-    @pytest.mark.parametrize("engine", ["threads", "graphs"])
+    @pytest.mark.parametrize("engine", ["threads", "capture"])
     def test_are_called_in_torchs_order(self, devs, engine):
         model, bare = Noted(Mlp().to(devs[0]).eval(), devs, engine=engine), Mlp().to(devs[0]).eval()
         x = torch.randn(7, 3, device=devs[0])
         out = model(x, scale=2.0)
-        torch.testing.assert_close(everygpu.gather(out), bare(x, scale=2.0))
+        torch.testing.assert_close(everygpu.parallel.gather(out), bare(x, scale=2.0))
         assert type(out) is ShardedBatch
         assert [call[0] for call in model.calls] == VERBS
         scatter, replicate, apply, gather = model.calls
@@ -120,8 +121,8 @@ class TestOverrides:
     def test_a_fallback_speaks(self, caplog):
         caplog.set_level(logging.WARNING, logger="everygpu")
         for make, engine, said in (
-            (Noted, "graphs", "in threads, whatever the engine, as Noted has its own scatter and"),
-            (Outer, "graphs", "as Outer has its own forward."),
+            (Noted, "capture", "in threads, whatever the engine, as Noted has its own scatter and"),
+            (Outer, "capture", "as Outer has its own forward."),
             (Noted, "auto", None),
             (Outer, "auto", None),
         ):
@@ -354,7 +355,7 @@ class TestForwardOverrides:
         model, x = Balanced(0, Mlp().eval().to(used[0]), used, split=[1, 2, 1]), torch.randn(4, 3).to(used[0])
         out = model(x)
         assert [shard.device for shard in out.shards] == list(used[1:])
-        torch.testing.assert_close(everygpu.gather(out), model.module(x))
+        torch.testing.assert_close(everygpu.parallel.gather(out), model.module(x))
 
 
 class MMStyle(DataParallel):

@@ -74,7 +74,7 @@ def test_a_caller_who_normalizes_is_left_alone():
     torch.testing.assert_close(found.mean() * 2, x.sum() / 3)
 
 
-@pytest.mark.parametrize("engine", ["threads", "graphs"])
+@pytest.mark.parametrize("engine", ["threads", "capture"])
 def test_a_step_weighs_the_models_losses(batch, engine, in_threads):
     x, y = batch
     bare, net = Tagger(), Tagger()

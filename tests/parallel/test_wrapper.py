@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import everygpu
-from everygpu import DataParallel, Replicated, data_parallel
+from everygpu import DataParallel, Replicated
 from everygpu.devices.parse import device_id
 from everygpu.errors import DeviceError, LossError, ModuleError, OptionError, RankError, SplitError
 from everygpu.keys import unwrap
+from everygpu.parallel import data_parallel
 from tests.parallel.oracle import Mlp, Returning, assert_same, rows
 
 pytestmark = pytest.mark.usefixtures("in_threads")
@@ -68,7 +69,7 @@ class TestCalls:
         ):
             model = DataParallel(build(used[0]), used, output_device=given)
             assert (model.output_device, model(x).device) == (shown, device)
-            torch.testing.assert_close(everygpu.gather(model(x), -1), expected)
+            torch.testing.assert_close(everygpu.parallel.gather(model(x), -1), expected)
         assert [device_id(torch.device(name)) for name in ("cuda:3", "cpu")] == [3, CPU]
 
     def test_other_dim(self, devs):
@@ -178,7 +179,7 @@ class TestLikeTorchs:
     def test_devices_and_gather_rule_can_be_set(self):
         model = DataParallel(build(), ["cpu"] * 2)
         x = torch.randn(6, 3)
-        assert type(model(x)) is everygpu.ShardedBatch
+        assert type(model(x)) is everygpu.parallel.ShardedBatch
         model.device_ids, model.output_device = CPUS, "cpu"
         model.gather_rule = "joined"
         model.module.rows.clear()

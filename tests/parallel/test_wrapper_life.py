@@ -249,7 +249,7 @@ class TestFailures:
         model = DataParallel(net, ["cpu"] * 3)
         step = everygpu.TrainStep(model, torch.mean, torch.optim.SGD(model.parameters(), lr=0.1))
         check(lambda: model(self.x))
-        check(lambda: everygpu.data_parallel(net, self.x, ["cpu"] * 3))
+        check(lambda: everygpu.parallel.data_parallel(net, self.x, ["cpu"] * 3))
         check(lambda: step(self.x))
 
     def test_of_a_compiled_replica(self, monkeypatch, check, fail):

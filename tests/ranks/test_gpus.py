@@ -106,7 +106,7 @@ def test_training_equals_one_device(request, tmp_path, backend, way, options, ki
     if kind is Asking:
         assert engine == "threads"
     elif way == "step" and options.get("capture") is not False:
-        assert engine in ("graphs", "threads")
+        assert engine in ("capture", "threads")
 
 
 def share_a_gpu():
@@ -154,4 +154,4 @@ def wait_for_nothing():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_waits_for_nothing_in_a_step(tmp_path, nccl_ranks):
-    assert run_ranks(wait_for_nothing, size=2, folder=tmp_path) == ["graphs"] * 2
+    assert run_ranks(wait_for_nothing, size=2, folder=tmp_path) == ["capture"] * 2

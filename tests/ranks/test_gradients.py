@@ -286,7 +286,7 @@ def wrap_again():
     model = everygpu.DataParallel(net, ["cpu"])
 
     def override():
-        model.gather = lambda outputs, device: everygpu.gather(outputs, "cpu")
+        model.gather = lambda outputs, device: everygpu.parallel.gather(outputs, "cpu")
 
     def wrap():
         return everygpu.DataParallel(net, ["cpu"])

@@ -35,7 +35,7 @@ def interrupts():
     return [int(re.fullmatch(r"of (\d+) wrong", row["unit"])[1])]
 
 
-@pytest.mark.parametrize(("end", "models"), [("md", "eight models"), ("zh-CN.md", "八个可以录制的模型")])
+@pytest.mark.parametrize(("end", "models"), [("md", "eight models"), ("zh-CN.md", "八个可以捕获的模型")])
 def test_each_figure_of_readme_is_measured(end, models):
     text = (picture.ROOT / f"README.{end}").read_text("utf-8")
     said = re.findall(r"\d+(?:\.\d+)?", NO_FIGURES.sub("", text))

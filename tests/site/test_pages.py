@@ -12,9 +12,9 @@ import pytest
 import torch
 from website import check, hooks, prepare
 
-import everygpu
 from everygpu.bench.training import find_training, list_batches
 from everygpu.cli import main
+from tests.exports import EXPORTS
 from tests.site.running import blocks, commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -181,12 +181,14 @@ def test_a_page_that_lacks_something_is_seen():
 def test_the_reference_has_each_export_once():
     pages = prepare.reference()
     named = [line for name in pages for line in pages[name].splitlines() if line.startswith("::: ")]
-    expected = [f"::: everygpu.{name}" for name in everygpu.__all__ if name != "EveryGPUError"]
+    homes = {name: f"{value.__module__}.{value.__name__}" for name, value in EXPORTS.items() if "." in name}
+    expected = [f"::: {homes.get(name, f'everygpu.{name}')}" for name in EXPORTS if name != "EveryGPUError"]
     assert sorted(named) == sorted([*expected, "::: everygpu.errors"])
 
 
 def test_missing_docstrings_are_named(monkeypatch, tmp_path):
     (tmp_path / "__init__.py").write_text('_HOME = {"f": "step", "A": "step"}\n')
+    monkeypatch.setattr(prepare, "PACKAGES", ())
     (tmp_path / "step.py").write_text(
         'def f(): pass\nclass A:\n    "Do."\n    def g(self): pass\n    def _h(self): pass\n'
     )

@@ -23,4 +23,4 @@ def test_figures_go_into_a_csv_file(monkeypatch, tmp_path):
         first, last = csv.reader((tmp_path / "steps.csv").read_text().splitlines())
     assert [first[0], last[0]] == ["50", "100"]
     stats = step.stats()
-    assert [float(cell) for cell in last[1:]] == pytest.approx([stats.loss, names["meter"].value, stats.grad_norm])
+    assert [float(cell) for cell in last[1:]] == pytest.approx([stats.loss, names["meter"].avg, stats.grad_norm])

@@ -37,7 +37,7 @@ class Side:
         self.kept: list[Tensor] = []
         self.optimizers = [torch.optim.SGD(self.net.parameters(), lr=lr, momentum=0.9) for lr in (0.05, 0.02)]
         if is_ours:
-            self.wrappers = [everygpu.DataParallel(self.net, used, engine=e) for e in ("threads", "graphs", "graphs")]
+            self.wrappers = [everygpu.DataParallel(self.net, used, engine=e) for e in ("threads", "capture", "capture")]
             self.steps = [
                 everygpu.TrainStep(self.wrappers[0], F.mse_loss, self.optimizers[0]),
                 everygpu.TrainStep(self.wrappers[1], F.mse_loss, self.optimizers[1]),
@@ -162,7 +162,7 @@ def test_where_a_loss_reads_on_the_host_the_forward_is_captured(
     found = []
     for captures in (False, True):
         net = Net().to(used[0])
-        model = everygpu.DataParallel(net, used, engine="graphs" if captures else "threads")
+        model = everygpu.DataParallel(net, used, engine="capture" if captures else "threads")
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         step = everygpu.TrainStep(model, loss, optimizer, accumulate=accumulate, capture="auto" if captures else False)
         generator = torch.Generator().manual_seed(1)
@@ -176,7 +176,7 @@ def test_where_a_loss_reads_on_the_host_the_forward_is_captured(
             assert step._capture is not None
             assert step._capture.reason is not None
             assert num_of_model(model) == 1
-            assert step.stats().engine == "graphs"
+            assert step.stats().engine == "capture"
             assert all(s["exp_avg"].device == used[0] for s in optimizer.state.values())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 

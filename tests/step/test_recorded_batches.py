@@ -194,7 +194,7 @@ def test_captures_that_are_no_longer_used_make_room(recording: Devices, monkeypa
             for _ in range(8):
                 losses += [step(X[:rows], Y[:rows]) for rows in several]
             assert step._capture is None or num_recordings(step) == 2
-            assert step._capture is None or step.stats().engine == "graphs"
+            assert step._capture is None or step.stats().engine == "capture"
 
     check(recording, scenario)
 
@@ -238,6 +238,6 @@ def test_models_that_weigh_their_loss_by_labels(recording: Devices) -> None:
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         losses += [step({"x": X, "labels": labels}) for _ in range(4)]
-        assert step._capture is None or step.stats().engine == "graphs"
+        assert step._capture is None or step.stats().engine == "capture"
 
     check(recording, scenario, make=LossInside, loss=None, first=(({"x": X, "labels": labels},), {}))

@@ -53,7 +53,7 @@ def test_after_one_step_without_a_head_launches_go_on(recording: Devices, option
     def scenario(step: Step, losses: list[Tensor]) -> None:
         losses.append(step(X, Y, head="other"))
         train_on(step, losses, 6, head="both")
-        assert step._capture is None or step.stats().engine == "graphs"
+        assert step._capture is None or step.stats().engine == "capture"
 
     check(recording, scenario, make=TwoHeads, first=((X, Y), {"head": "both"}), **options)
 
@@ -77,7 +77,7 @@ def test_a_norm_that_no_launch_computes_is_not_an_older_one(
         for _ in range(8):
             step(X, Y)
         norms.append(step.stats().grad_norm)
-    assert step.stats().engine == "graphs"
+    assert step.stats().engine == "capture"
     is_unknown = clip_norm is None and math.isnan(norms[1])
     assert is_unknown or norms[1] == pytest.approx(norms[0], rel=1e-4)
 

@@ -18,7 +18,7 @@ from tests.step.test_capture import num_recordings
 # Where parameters are one after another, they lie in another order than cuDNN's.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
 NUM_STEPS = 14
-WAYS = ["step", "graphs", "auto"]
+WAYS = ["step", "capture", "auto"]
 
 
 def train(
@@ -62,7 +62,7 @@ def test_training_is_as_on_one_device(recording: Devices, name: str, way: str) -
     (x, _), *_ = make_tokens(1)
     with torch.no_grad():
         model = everygpu.DataParallel(net.eval(), used)
-        torch.testing.assert_close(everygpu.gather(model(x)), net(x.to(used[0])), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(everygpu.parallel.gather(model(x)), net(x.to(used[0])), rtol=1e-4, atol=1e-5)
     assert torch.backends.cudnn.enabled
 
 
@@ -82,13 +82,13 @@ def test_dropout_and_batches_of_several_lengths(recording: Devices, way: str) ->
 def test_a_weight_that_is_replaced(recording: Devices) -> None:
     used = recording(2)
     nets: list[Any] = []
-    for engine in ("threads", "graphs"):
+    for engine in ("threads", "capture"):
         net = MODELS["GRU"]().to(used[0])
         train(net, used, engine)
         torch.manual_seed(1)
         net.cells.weight_ih_l0 = nn.Parameter(torch.randn(24, 8).to(used[0]))
         losses, num = train(net, used, engine)
-        assert num == (engine == "graphs")
+        assert num == (engine == "capture")
         nets.append((losses, list(net.parameters())))
     torch.testing.assert_close(nets[1], nets[0], rtol=1e-3, atol=1e-4)
 

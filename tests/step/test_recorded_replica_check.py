@@ -58,7 +58,7 @@ def test_a_flip_between_launches(
     bits[2] = int(bits[2]) ^ 1 << 3
     for _ in range(check_every):
         step(X, Y)
-    assert step.stats().engine == "graphs"
+    assert step.stats().engine == "capture"
     assert num_recordings(step) == 1
     assert step._capture._num_attempts == attempts, "nothing was recorded again"
     assert_replicas_bit_equal(step)
@@ -89,7 +89,7 @@ def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recordi
     with warnings() as lines:
         for _ in range(NUM_BEFORE):
             step(x, Y)
-        assert step.stats().engine == "graphs"
+        assert step.stats().engine == "capture"
         assert not lines
         saved = net.first.weight.detach().clone()
         net.mask.fill_(1 << 20)
@@ -100,5 +100,5 @@ def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recordi
             net.first.weight.copy_(saved)
         step(x, Y)
     assert not lines
-    assert step.stats().engine == "graphs"
+    assert step.stats().engine == "capture"
     assert num_recordings(step) == 1

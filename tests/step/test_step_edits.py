@@ -237,7 +237,7 @@ def test_refresh_sends_what_torch_does_not_count(devices: Devices) -> None:
     net.frozen.data.zero_()
     step.refresh()
     assert_replicas_bit_equal(step)
-    found = everygpu.gather(step.evaluate(x, y).output)
+    found = everygpu.parallel.gather(step.evaluate(x, y).output)
     torch.testing.assert_close(found, net.last.bias.detach().expand(12, 5))
 
 

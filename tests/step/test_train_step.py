@@ -178,7 +178,7 @@ def test_equals_a_plain_loop_on_one_device(
     assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert [f.loss for f in figures] == losses
     for f, norm in zip(figures, expected_norms):
-        is_unknown = f.engine == "graphs" and clip_norm is None and math.isnan(f.grad_norm)
+        is_unknown = f.engine == "capture" and clip_norm is None and math.isnan(f.grad_norm)
         assert is_unknown or f.grad_norm == pytest.approx(norm, rel=1e-5 if clip_norm else 1e-4)
     assert (figures[-1].num_steps, figures[-1].num_skipped) == (len(data), 0)
     pair.check()
@@ -374,7 +374,7 @@ def test_dropout_is_reproducible_and_differs_between_replicas(devices: Devices) 
         masks: list[Tensor] = []
         step = everygpu.TrainStep(
             everygpu.DataParallel(net, used),
-            lambda out, y: masks.append(everygpu.gather(out).detach()) or F.cross_entropy(out, y),
+            lambda out, y: masks.append(everygpu.parallel.gather(out).detach()) or F.cross_entropy(out, y),
             torch.optim.SGD(net.parameters(), lr=0.1),
         )
         row = torch.ones(8, 6, device=used[0])
@@ -428,10 +428,10 @@ def test_evaluate_leaves_everything_as_it_was(devices: Devices) -> None:
     before = {k: v.clone() for k, v in net.state_dict().items() if k != "calls"}
     loss, output = step.evaluate(x, y)
     assert not loss.requires_grad
-    assert isinstance(output, everygpu.ShardedBatch)
+    assert isinstance(output, everygpu.parallel.ShardedBatch)
     assert net.dropout.training
     assert not net.norm.training
     net.eval()
     torch.testing.assert_close(loss, F.cross_entropy(net(x), y))
-    torch.testing.assert_close(everygpu.gather(output), net(x).detach())
+    torch.testing.assert_close(everygpu.parallel.gather(output), net(x).detach())
     assert all(before[k].equal(v) for k, v in net.state_dict().items() if k != "calls")

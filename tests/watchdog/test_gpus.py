@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from everygpu.watchdog import NOT_READY, GpuWatch
+from everygpu._watchdog import NOT_READY, GpuWatch
 
 
 class FakeLibrary:

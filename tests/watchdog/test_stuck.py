@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from everygpu._watchdog import Threads
 from everygpu.progress import progress, running
-from everygpu.watchdog import Threads
 
 
 @pytest.fixture(autouse=True)

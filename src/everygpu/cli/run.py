@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import click
 
+from everygpu._watchdog import TIMEOUT_S, VARIABLE, watchdog
 from everygpu.cli.choose import NO_GPU, Plan, plan_run
 from everygpu.cli.options import Filters, Request, Seconds, filter_options, option_group, read_request
 from everygpu.cli.output import say
 from everygpu.cli.script import OPTIONS, launch, require_script, run_script, torchrun_arguments
 from everygpu.devices import nvml
 from everygpu.errors import DeviceError
-from everygpu.watchdog import TIMEOUT_S, VARIABLE, watch
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
 SPLIT_VARIABLE = "EVERYGPU_SPLIT"
@@ -125,7 +125,7 @@ def run_chosen(
 
 def _run_here(plan: Plan, watchdog_s: float, script: str, args: Sequence[str], is_module: bool) -> str | int | None:
     if watchdog_s:
-        watch(watchdog_s)
+        watchdog(watchdog_s)
     code = run_script(script, args, is_module)
     torch = sys.modules.get("torch")
     is_unused = torch is not None and not torch.cuda.is_initialized() and not _had_children()

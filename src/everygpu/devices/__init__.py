@@ -2,3 +2,8 @@
 
 ``everygpu run`` chooses devices with ``select``, ``visible`` and ``nvml`` before torch is loaded.
 """
+
+from everygpu.devices.select import select_devices
+from everygpu.devices.visible import visible_devices
+
+__all__ = ["select_devices", "visible_devices"]

@@ -27,7 +27,7 @@ def visible_devices() -> list[DeviceSample]:
 
     ::
 
-        for gpu in everygpu.visible_devices():
+        for gpu in everygpu.devices.visible_devices():
             print(gpu.device, gpu.name, gpu.free_memory_bytes)
 
     Returns:

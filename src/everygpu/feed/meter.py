@@ -15,7 +15,7 @@ from everygpu.ranks.group import join
 class Meter:
     """Average a loss or metric over the rows seen, without keeping a graph or waiting for a device.
 
-    ``update`` queues one small addition on the value's device. To read ``value`` or print it waits for the devices::
+    ``update`` queues one small addition on the value's device. To read ``avg`` or print it waits for the devices::
 
         meter = everygpu.Meter()
         for x, y in loader:
@@ -85,7 +85,7 @@ class Meter:
         return self._num_rows
 
     @property
-    def value(self) -> float:
+    def avg(self) -> float:
         """The mean over all rows, nan before the first; reading it waits for the devices."""
         return self._total() / self._num_rows if self._num_rows else math.nan
 
@@ -101,13 +101,13 @@ class Meter:
             self._sums[value.device] = total if known is None else known + total
 
     def __float__(self) -> float:
-        return self.value
+        return self.avg
 
     def __format__(self, spec: str) -> str:
-        return format(self.value, spec) if spec else str(self)
+        return format(self.avg, spec) if spec else str(self)
 
     def __str__(self) -> str:
-        return f"{self.value:.4g}"
+        return f"{self.avg:.4g}"
 
     def __repr__(self) -> str:
-        return f"Meter(value={self.value!r}, num_rows={self._num_rows})"
+        return f"Meter(avg={self.avg!r}, num_rows={self._num_rows})"

@@ -86,6 +86,8 @@ class SyncBatchNorm(BatchNorm):
                 module._modules[name] = cls.convert(child)
         return module
 
+    convert_sync_batchnorm = convert  # torch's name
+
     @classmethod
     def _like(cls, layer: BatchNorm) -> "SyncBatchNorm":
         new = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import DataParallel as TorchDataParallel
 
+from everygpu._watchdog import watch_as_told
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.devices.seed import spread_seeds
 from everygpu.devices.visible import tell_no_gpu
@@ -40,7 +41,6 @@ from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, def
 from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import Group, join
 from everygpu.torch_private.compiler import not_compiled
-from everygpu.watchdog import watch_as_told
 
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 GATHER_RULES = ("sharded", "joined")
@@ -76,10 +76,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             ``everygpu run --split`` says, else ``"chunk"``.
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until code
             needs the whole; ``"joined"``: plain tensors on ``output_device``.
-        engine: ``"auto"``: on GPUs ``"graphs"`` where Dynamo proves that a recording does the same, looked for in the
+        engine: ``"auto"``: on GPUs ``"capture"`` where Dynamo proves that a recording does the same, looked for in the
             first steps; else ``"compile"`` if ``module`` went through ``torch.compile``, or ``"threads"``; see
             ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled,
-            and launched from one thread; ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward
+            and launched from one thread; ``"capture"``: on GPUs, after a few forwards on batches of one shape, forward
             and backward are each recorded as a CUDA graph over all devices, and launched by one call from then on,
             until anything changes that they were made from, without a proof. Python code in the module, such as a
             print or a global variable, is then not run again; hooks keep a module from being recorded. Writes to frozen
@@ -565,9 +565,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         """
         return nullcontext() if self._ranks is None else self._ranks.no_sync()
 
-    def give_up_recording(self, reason: str) -> None:
+    def stop_capturing(self, reason: str) -> None:
         """Have another engine run what ``TrainStep`` won't record."""
-        self._engine.give_up_recording(reason)
+        self._engine.stop_capturing(reason)
 
     def _tell_of(self, overrides: Sequence[str]) -> None:
         logger.warning(
@@ -580,7 +580,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     @property
     def engine_in_use(self) -> str:
-        """The engine that replicas run by now: ``"threads"``, ``"graphs"`` or ``"compile"``."""
+        """The engine that replicas run by now: ``"threads"``, ``"capture"`` or ``"compile"``."""
         return self._engine.in_use
 
     @property
@@ -675,7 +675,7 @@ def data_parallel(
 ) -> Any:
     """Run a module on several devices once::
 
-        output = everygpu.data_parallel(module, x)
+        output = everygpu.parallel.data_parallel(module, x)
 
     Args:
         module: Any ``torch.nn.Module``; see ``DataParallel``.

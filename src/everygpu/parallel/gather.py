@@ -43,8 +43,8 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     ::
 
         outputs = [torch.zeros(3, 10), torch.zeros(2, 10)]  # from two replicas
-        everygpu.gather(outputs, "cpu").shape  # (5, 10)
-        everygpu.gather(model(x))  # the plain tensor of a DataParallel's output
+        everygpu.parallel.gather(outputs, "cpu").shape  # (5, 10)
+        everygpu.parallel.gather(model(x))  # the plain tensor of a DataParallel's output
 
     Tensors of shape (..., rows, ...) are concatenated along ``dim``; 0-dim tensors become a vector with one
     entry per replica; tensors that are on the CPU in all replicas stay there; NumPy arrays are concatenated.

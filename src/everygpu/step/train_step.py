@@ -78,7 +78,7 @@ class StepStats:
     num_skipped: int
     """Updates left out because the loss or a gradient was not finite."""
     engine: str = ""
-    """What ran the last step: ``"graphs"`` if it was launched as recorded, else ``DataParallel.engine_in_use``."""
+    """What ran the last step: ``"capture"`` if it was launched as recorded, else ``DataParallel.engine_in_use``."""
 
 
 class TrainStep:
@@ -103,8 +103,10 @@ class TrainStep:
             on the primary device.
         precision: ``"fp32"``; ``"bf16"`` or ``"fp16"``: forward and loss run under autocast. Under ``"fp16"`` the
             loss is scaled, and updates with gradients that are not finite are left out.
-        accumulate: How many calls make one update, with the mean over all of their rows.
-        clip_norm: The largest norm the whole gradient may have; longer ones are scaled down.
+        accumulate: How many calls make one update, from the mean over all of their rows; what transformers and
+            Accelerate call ``gradient_accumulation_steps``.
+        clip_norm: The largest norm that the whole gradient may have; larger ones are scaled down to it. The
+            ``max_norm`` of ``torch.nn.utils.clip_grad_norm_``, in transformers ``max_grad_norm``.
         compile: Run replicas compiled; see ``DataParallel``'s ``engine``.
         capture: ``"auto"``: on GPUs, after a few steps on batches of one shape, the whole step is recorded as a CUDA
             graph over all devices, and launched by one call from then on, as long as nothing that it was made from
@@ -159,7 +161,7 @@ class TrainStep:
         self.clip_norm = clip_norm
         captures = can_capture(self.model, capture)
         if capture is False:
-            self.model.give_up_recording("TrainStep was made with capture=False")
+            self.model.stop_capturing("TrainStep was made with capture=False")
         self._strategy = make_strategy(self.model, optimizer, captures=captures, checks=check_every is not None)
         self._home = self.model.replica_devices[0]
         self._dtype = PRECISIONS[precision]
@@ -276,7 +278,7 @@ class TrainStep:
             grad_norm=float("nan") if self._norm is None else self._norm.item(),
             num_steps=self._num_steps,
             num_skipped=self._finite_check.num_skipped,
-            engine="graphs" if self._was_launched else self.model.engine_in_use,
+            engine="capture" if self._was_launched else self.model.engine_in_use,
         )
 
     def state_dict(self) -> dict[str, Any]:

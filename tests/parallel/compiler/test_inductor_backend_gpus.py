@@ -120,7 +120,9 @@ def test_training_and_evaluating_by_turns(gpus: list[int], loads: list[int]) -> 
             model.eval()
         with torch.no_grad():
             x, _ = batch(seed=9)
-            torch.testing.assert_close(everygpu.gather(ours(x)), everygpu.gather(eager(x)), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                everygpu.parallel.gather(ours(x)), everygpu.parallel.gather(eager(x)), rtol=1e-4, atol=1e-4
+            )
         for model in (eager, ours):
             model.train()
     assert loads == [1, 1, 1]
@@ -146,7 +148,7 @@ def test_replicas_drop_other_elements(gpus: list[int]) -> None:
     ours = everygpu.DataParallel(nn.Dropout(0.5).to("cuda:0"), gpus, engine="compile")
     seen = []
     for _ in range(4):
-        first, second = everygpu.gather(ours(torch.ones(2, 4096, device="cuda:0"))).cpu()
+        first, second = everygpu.parallel.gather(ours(torch.ones(2, 4096, device="cuda:0"))).cpu()
         seen += [first > 0, second > 0]
     for i, mask in enumerate(seen):
         assert 0.4 < mask.double().mean() < 0.6

@@ -113,14 +113,14 @@ def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int
     """Go through a scenario with threads and with recordings; everything must be equal."""
     used = recording(count)
     results = []
-    for engine in ("threads", "graphs"):
+    for engine in ("threads", "capture"):
         torch.manual_seed(0)
         net = make().to(used[0])
         model = everygpu.DataParallel(net, used, engine=engine, **options)
         optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
         found: list[Tensor] = []
         train(model, optimizer, found)
-        assert num_recordings(model) == (engine == "graphs")
+        assert num_recordings(model) == (engine == "capture")
         scenario(model, optimizer, found)
         results.append((found, copy.deepcopy(net.state_dict()), [p.grad is None for p in net.parameters()]))
     (plain, values, missing), (recorded, ours, ours_missing) = results
@@ -137,7 +137,7 @@ def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int
 def recorded(recording: Devices, make: Any = Net, count: int = 2, num: int = 1) -> everygpu.DataParallel:
     """Make a model, and go through so many steps that it is recorded."""
     used = recording(count)
-    model = everygpu.DataParallel(make().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(make().to(used[0]), used, engine="capture")
     for x, y in make_batches(NUM_STEPS):
         loss_of(model(x), y).backward()
     assert num_recordings(model) == num
@@ -148,7 +148,7 @@ def check_grads(recording: Devices, make: Any, *, num: int | None = 1, warm_ups:
     """Compare the gradients that recordings, of which there are to be so many, and threads give."""
     used = recording(2)
     found = []
-    for engine in ("threads", "graphs"):
+    for engine in ("threads", "capture"):
         net = make().to(used[0])
         model = everygpu.DataParallel(net, used, engine=engine)
         for x, _ in make_batches(warm_ups):

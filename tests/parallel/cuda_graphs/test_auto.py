@@ -75,7 +75,7 @@ def check_beside_one_device(
     net.load_state_dict(alone.state_dict())
     engines = train(everygpu.DataParallel(wrap(net), used), num, **options)
     train(everygpu.DataParallel(alone, used[:1], engine="threads"), num, **options)
-    assert (engines[0], engines[-1]) == (first, "graphs")
+    assert (engines[0], engines[-1]) == (first, "capture")
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs)
     return engines
@@ -96,9 +96,9 @@ def test_proofs_of_further_kinds_take_a_part_of_the_run(
     model = everygpu.DataParallel(Net().to(used[0]), used)
     engines = train(model, 45, rows=lambda i: 2 + i % 3)
     assert engines[-6:-3] == engines[-3:]
-    assert sorted(engines[-3:]) == ["graphs", "graphs", "threads"]
+    assert sorted(engines[-3:]) == ["capture", "capture", "threads"]
     monkeypatch.setattr(recorder, "ALLOWED_SHARE", 1e6)
-    assert train(model, 9, rows=lambda i: 2 + i % 3)[-3:] == ["graphs"] * 3
+    assert train(model, 9, rows=lambda i: 2 + i % 3)[-3:] == ["capture"] * 3
     assert warnings_of(caplog) == []
 
 
@@ -107,7 +107,7 @@ def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
     net = Net().to(used[0])
     handle = net.a.register_forward_hook(lambda module, args, output: output * 2)
     model = everygpu.DataParallel(net, used)
-    assert train(model, 8)[-1] == "graphs"
+    assert train(model, 8)[-1] == "capture"
     x = torch.randn(6, 4, device=used[0])
     torch.testing.assert_close(model(x), net(x))
     handle.remove()
@@ -190,10 +190,10 @@ def test_an_attribute_that_changes_between_steps_is_followed(recording: Devices)
     used = recording(2)
     net = Net().to(used[0])
     model = everygpu.DataParallel(net, used)
-    assert train(model, 8)[-1] == "graphs"
+    assert train(model, 8)[-1] == "capture"
     net.scale = 2.0
     x = torch.randn(6, 4, device=used[0])
-    torch.testing.assert_close(everygpu.gather(model(x)), net(x))
+    torch.testing.assert_close(everygpu.parallel.gather(model(x)), net(x))
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -233,7 +233,7 @@ def test_the_line_comes_with_the_first_step_where_that_is_known(caplog: pytest.L
 def test_batches_of_a_few_shapes_are_all_recorded(recording: Devices) -> None:
     num_kinds = 8
     engines = check_beside_one_device(recording(2), 48, rows=lambda i: 2 + i % num_kinds)
-    assert engines[-num_kinds:] == ["graphs"] * num_kinds
+    assert engines[-num_kinds:] == ["capture"] * num_kinds
 
 
 def test_batches_whose_shapes_never_come_again_stay_in_threads(
@@ -253,10 +253,10 @@ def test_weights_that_move_before_a_recording(recording: Devices) -> None:
     model = everygpu.DataParallel(net, used)
     engines = []
     for _ in range(20):
-        if model.engine_in_use != "graphs":
+        if model.engine_in_use != "capture":
             net.a.weight.data = net.a.weight.data.clone()
         engines += train(model, 1)
-    assert engines[-10:] == ["graphs"] * 10
+    assert engines[-10:] == ["capture"] * 10
 
 
 def test_gradients_that_are_differentiated_again_are_not_recorded(
@@ -279,13 +279,13 @@ def test_frozen_parameters_are_sent_by_each_launch(recording: Devices) -> None:
     net = Net().to(used[0])
     net.a.requires_grad_(False)
     model = everygpu.DataParallel(net, used)
-    assert train(model, 8)[-1] == "graphs"
+    assert train(model, 8)[-1] == "capture"
     x = torch.randn(6, 4, device=used[0])
     for write in (lambda: net.a.weight.data.mul_(2), lambda: net.a.bias.add_(1)):  # torch doesn't count the first
         for _ in range(3):
             write()
-            torch.testing.assert_close(everygpu.gather(model(x)), net(x))
-            assert model.engine_in_use == "graphs"
+            torch.testing.assert_close(everygpu.parallel.gather(model(x)), net(x))
+            assert model.engine_in_use == "capture"
 
 
 def test_a_train_step_without_recordings_says_why(caplog: pytest.LogCaptureFixture) -> None:

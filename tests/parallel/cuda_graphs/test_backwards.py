@@ -1,4 +1,4 @@
-"""``engine="graphs"``: a launch goes backward once, from the outputs that were used before; else it says so."""
+"""``engine="capture"``: a launch goes backward once, from the outputs that were used before; else it says so."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def train(model: Any, backward: Any, num: int, device: torch.device) -> list[Ten
 )
 def test_steps_are_those_of_one_device(recording: Devices, backward: Any, is_recorded: bool) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Pair().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Pair().to(used[0]), used, engine="capture")
     found, expected = (train(m, backward, NUM_STEPS, used[0]) for m in (model, Pair().to(used[0])))
     assert num_recordings(model) == is_recorded
     assert len(found) == len(expected)
@@ -93,7 +93,7 @@ def test_another_backward_later_is_refused_and_then_runs_in_threads(
     recording: Devices, later: Any, reason: str
 ) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Pair().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Pair().to(used[0]), used, engine="capture")
     train(model, one, NUM_STEPS, used[0])
     assert num_recordings(model) == 1
     with pytest.raises(CaptureError, match=reason):
@@ -109,7 +109,7 @@ def test_another_backward_later_is_refused_and_then_runs_in_threads(
 
 def test_batched_gradients_are_refused(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Pair().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Pair().to(used[0]), used, engine="capture")
     train(model, one, NUM_STEPS, used[0])
     x = make_batches(1)[0][0].to(used[0])
     with pytest.raises(CaptureError, match="engine='threads'"):
@@ -124,7 +124,7 @@ class Writing(Pair):
 
 def test_a_forward_that_writes_to_its_input_is_not_recorded(recording: Devices, caplog: Any) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Writing().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Writing().to(used[0]), used, engine="capture")
     found, expected = (train(m, one, NUM_STEPS, used[0]) for m in (model, Writing().to(used[0])))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

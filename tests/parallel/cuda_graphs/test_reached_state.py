@@ -27,8 +27,8 @@ from tests.parallel.cuda_graphs.places import PLACES, Code, Place, number_of
 from tests.parallel.replicas.test_snapshot import Color, Frozen, Named, Options, Pair, Plain, Slotted, holding, read
 from tests.step.test_capture import num_recordings as num_of_step
 
-WAYS = ["auto", "loss", "must", "graphs"]
-"""``TrainStep``'s default, where the model or the loss reads; ``capture=True``; ``engine="graphs"``."""
+WAYS = ["auto", "loss", "must", "capture"]
+"""``TrainStep``'s default, where the model or the loss reads; ``capture=True``; ``engine="capture"``."""
 
 
 class Model(nn.Module):
@@ -49,11 +49,11 @@ class Run:
         torch.manual_seed(0)
         net = Model(None if way == "loss" else place).to(used[0])
         self.way, self.net = way, net
-        engine = "graphs" if captures and way == "graphs" else "threads"
+        engine = "capture" if captures and way == "capture" else "threads"
         self.model = everygpu.DataParallel(net, used, engine=engine)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         self.step: everygpu.TrainStep | None = None
-        if way != "graphs":
+        if way != "capture":
             capture: Any = captures and (way == "must" or "auto")
             self.step = everygpu.TrainStep(self.model, self.make_loss(place), self.optimizer, capture=capture)
 
@@ -100,15 +100,15 @@ def check(kind: type[Place], way: str, used: list[torch.device], seed: int, num_
         place.drop()
 
 
-@pytest.mark.parametrize("way", ["auto", "loss", "graphs"])
+@pytest.mark.parametrize("way", ["auto", "loss", "capture"])
 @pytest.mark.parametrize("kind", PLACES)
 def test_a_changed_value_counts(recording: Devices, kind: type[Place], way: str) -> None:
-    if not kind.is_seen and way == "graphs":
+    if not kind.is_seen and way == "capture":
         pytest.skip("there the user says that it doesn't change")
     check(kind, way, recording(1), seed=0)
 
 
-@pytest.mark.parametrize("way", ["step", "graphs"])
+@pytest.mark.parametrize("way", ["step", "capture"])
 def test_a_batchs_number_counts_to_the_last_bit(recording: Devices, way: str) -> None:
     class Signed(nn.Linear):
         def forward(self, x: Tensor, sign: float) -> Tensor:  # type: ignore[override]
@@ -116,7 +116,7 @@ def test_a_batchs_number_counts_to_the_last_bit(recording: Devices, way: str) ->
 
     (used,) = recording(1)
     net = Signed(3, 2).to(used)
-    model = everygpu.DataParallel(net, [used], engine="graphs")
+    model = everygpu.DataParallel(net, [used], engine="capture")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     step = everygpu.TrainStep(model, lambda output, _: output.sum(), optimizer) if way == "step" else None
     x, found = torch.ones(4, 3, device=used), []

@@ -1,4 +1,4 @@
-"""``engine="graphs"``: launches give what eager replicas give; random programs say so of many more."""
+"""``engine="capture"``: launches give what eager replicas give; random programs say so of many more."""
 
 import gc
 import itertools
@@ -70,7 +70,7 @@ def test_parameters_of_all_kinds(
 def test_an_output_is_let_go_before_its_loss(recording: Devices) -> None:
     """A language model's logits would be hundreds of megabytes, in every step before the recording."""
     used = recording(1)
-    model = everygpu.DataParallel(nn.Linear(6, 5).to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(nn.Linear(6, 5).to(used[0]), used, engine="capture")
     output = model(torch.randn(4, 6))
     memory = weakref.ref(output.untyped_storage())
     loss = output.tanh().sum()  # which keeps its own result, not the output
@@ -97,7 +97,7 @@ def test_structures(recording: Devices) -> None:
 def test_a_model_that_returns_its_loss(recording: Devices) -> None:
     used = recording(2)
     net = OwnLoss().to(used[0])
-    model = everygpu.DataParallel(net, used, engine="graphs")
+    model = everygpu.DataParallel(net, used, engine="capture")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 
     def learn(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Tagger(nn.Module):
 def train_tagger(used: list[torch.device], weight: Any) -> tuple[everygpu.DataParallel, list[tuple[Tensor, Tensor]]]:
     """Train with more and fewer targets; return the losses, each beside that of one device."""
     bare, net = Tagger().to(used[0]), Tagger().to(used[0])
-    model = everygpu.DataParallel(net, used, engine="graphs", weight=weight)
+    model = everygpu.DataParallel(net, used, engine="capture", weight=weight)
     losses = []
     for i in range(NUM_STEPS):
         x, labels = torch.randn(8, 3, device=used[0]), torch.randint(5, (8,), device=used[0])
@@ -154,7 +154,7 @@ def test_weights_that_are_no_tensors_are_not_recorded(recording: Devices, caplog
 
 def test_results_are_the_users(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="capture")
     params = [p for p in model.parameters() if p.requires_grad and p is not model.module.unused]
     kept = []
     for x, _ in make_batches(NUM_STEPS):
@@ -178,13 +178,13 @@ class Inner(Net):
 @pytest.mark.parametrize("retains", [False, True])
 def test_gradients_between_outputs(recording: Devices, retains: bool) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Inner().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Inner().to(used[0]), used, engine="capture")
     for x, y in make_batches(NUM_STEPS):
         h, scores = model(x)
         if retains:
             h.retain_grad()
         loss_of(scores, y).backward()
-        assert not retains or everygpu.gather(h.grad).count_nonzero()
+        assert not retains or everygpu.parallel.gather(h.grad).count_nonzero()
     assert num_recordings(model) == (not retains)
     if not retains:
         h, _ = model(make_batches(1)[0][0])
@@ -203,7 +203,7 @@ def test_a_graph_that_is_dropped(recording: Devices) -> None:
 
 def test_forwards_without_a_backward_are_not_recorded(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="capture")
     for x, _ in make_batches(NUM_STEPS):
         model(x)
     assert num_recordings(model) == 0
@@ -251,7 +251,7 @@ def test_edits_are_seen(recording: Devices) -> None:
 
 def test_dropout_is_drawn_anew(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Net(dropout=0.5).to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Net(dropout=0.5).to(used[0]), used, engine="capture")
     (x, _), *_ = make_batches(1)
     outputs = [model(x).detach().cpu() + 0 for _ in range(NUM_STEPS)]
     gc.collect()

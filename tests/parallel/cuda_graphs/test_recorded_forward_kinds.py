@@ -1,4 +1,4 @@
-"""``engine="graphs"``: models, outputs and changes that recordings decline, and those of unusual kinds."""
+"""``engine="capture"``: models, outputs and changes that recordings decline, and those of unusual kinds."""
 
 import contextlib
 import copy
@@ -49,7 +49,7 @@ def test_objects_with_tensors_in_them_are_made_anew(recording: Devices, count: i
 
     used = recording(count)
     net = Caching().to(used[0])
-    model = everygpu.DataParallel(net, used, engine="graphs")
+    model = everygpu.DataParallel(net, used, engine="capture")
     kept = []
     for x, y in make_batches(NUM_STEPS):
         output = model(x.to(used[0]))
@@ -78,7 +78,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, ca
     seen: list[int] = []
     if kind == "hook":
         net.last.register_forward_hook(lambda *_: seen.append(1))
-    model = everygpu.DataParallel(net, used, engine="graphs")
+    model = everygpu.DataParallel(net, used, engine="capture")
     with caplog.at_level(logging.INFO, "everygpu"):
         for x, y in make_batches(NUM_STEPS):
             output = model(x)
@@ -108,7 +108,7 @@ def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:
 
 
 def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
-    model = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="graphs")
+    model = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="capture")
     with caplog.at_level(logging.INFO, "everygpu"):
         for x, y in make_batches(NUM_STEPS):
             loss_of(model(x), y).backward()
@@ -131,7 +131,7 @@ def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
             return super().forward(x), x, self.last.weight
 
     used = recording(2)
-    model = everygpu.DataParallel(Open().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Open().to(used[0]), used, engine="capture")
     x = make_batches(1)[0][0].to(used[0]).requires_grad_()
     for _ in range(NUM_STEPS):
         sum(t.sum() for t in model(x)).backward()
@@ -141,7 +141,7 @@ def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
 
 def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="capture")
     for x, _ in make_batches(NUM_STEPS):
         with torch.inference_mode(), torch.enable_grad():
             assert model(x).is_inference()
@@ -154,7 +154,7 @@ def test_memory_that_is_too_small_for_recordings(
     used = recording(2)
     monkeypatch.setattr(recorded_forward, "ParameterSync", fail)
     net = Net().to(used[0])
-    model = everygpu.DataParallel(net, used, engine="graphs")
+    model = everygpu.DataParallel(net, used, engine="capture")
     with caplog.at_level(logging.INFO, "everygpu"):
         for x, y in make_batches(NUM_STEPS):
             loss_of(model(x), y).backward()
@@ -171,7 +171,7 @@ def test_with_a_default_device(recording: Devices) -> None:
     found = []
     for context in (contextlib.nullcontext(), default):
         net = Net().to(used[0]).eval()
-        model = everygpu.DataParallel(net, used, engine="graphs")
+        model = everygpu.DataParallel(net, used, engine="capture")
         with context:
             for x, y in batches:
                 net.zero_grad()
@@ -225,7 +225,7 @@ def test_what_replicas_have_copies_of_is_named(recording: Devices, caplog: pytes
     used = recording(2)
     net = Recurrent().to(used[0])
     net.cells.scales = [torch.ones(1)]
-    model = everygpu.DataParallel(net, used, engine="graphs")
+    model = everygpu.DataParallel(net, used, engine="capture")
     for x, y in make_batches(20):
         loss_of(model(x), y).backward()
     assert num_recordings(model) == 0
@@ -265,7 +265,7 @@ def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str)
         return made
 
     used = recording(2)
-    model = everygpu.DataParallel(Scaled().to(used[0]).eval(), used, engine="graphs")
+    model = everygpu.DataParallel(Scaled().to(used[0]).eval(), used, engine="capture")
     (x, _), *_ = make_batches(1)
     for _ in range(NUM_STEPS):
         output = model(x, options(False))
@@ -325,6 +325,6 @@ def test_forwards_that_move_their_weights(recording: Devices) -> None:
         for _ in range(6):
             for rows in (4, 5, 12):
                 train(model, optimizer, found, num=1, rows=rows)
-        assert num_recordings(model) == (3 if model.engine == "graphs" else 0)
+        assert num_recordings(model) == (3 if model.engine == "capture" else 0)
 
     check(recording, scenario, make=Moving)

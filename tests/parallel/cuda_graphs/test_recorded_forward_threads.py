@@ -1,4 +1,4 @@
-"""``engine="graphs"`` among several threads and streams."""
+"""``engine="capture"`` among several threads and streams."""
 
 import functools
 import threading
@@ -28,7 +28,7 @@ from tests.parallel.cuda_graphs.forwards import (
 
 def test_late_gradients_of_a_backward_that_is_not_launched(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="capture")
     weight = model.module.last.weight
     (x, y), *_ = make_batches(1)
     (wanted,) = torch.autograd.grad(loss_of(model(x), y), [weight])
@@ -54,7 +54,7 @@ def _keep_busy(used: list[torch.device]) -> None:
 
 def test_threads_that_train_side_by_side(recording: Devices) -> None:
     used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="capture")
     (x, y), *_ = make_batches(1)
     weight = model.module.last.weight
     found: dict[int, list[Tensor]] = {k: [] for k in range(3)}
@@ -125,7 +125,7 @@ class Pair:
 
     def _train(self, me: int) -> None:
         net, found, during = self.nets[me], self.losses[me], self._during[me]
-        model = everygpu.DataParallel(net, self._used, engine="graphs")
+        model = everygpu.DataParallel(net, self._used, engine="capture")
         optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01 * (me + 1))
         for _ in range(2):  # who comes too late to record the first time does it the second time
             train(model, optimizer, found)
@@ -170,8 +170,8 @@ def test_models_that_two_threads_record(recording: Devices) -> None:
 def test_who_cannot_record_now_records_later(recording: Devices) -> None:
     used = recording(2)
     during: SimpleQueue[Callable[[], object]] = SimpleQueue()
-    first = everygpu.DataParallel(Held(during).to(used[0]), used, engine="graphs")
-    second = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    first = everygpu.DataParallel(Held(during).to(used[0]), used, engine="capture")
+    second = everygpu.DataParallel(Net().to(used[0]), used, engine="capture")
 
     def run(model: everygpu.DataParallel, num: int) -> None:
         for x, y in make_batches(num):

@@ -34,7 +34,7 @@ def values(batch: Any) -> list[Any]:
         if isinstance(leaf, everygpu.Replicated):
             found += values(leaf.value)
         else:
-            found.append(everygpu.gather(leaf).cpu() if isinstance(leaf, Tensor) else leaf)
+            found.append(everygpu.parallel.gather(leaf).cpu() if isinstance(leaf, Tensor) else leaf)
     return found
 
 
@@ -75,7 +75,7 @@ def test_a_tensor_that_comes_twice_is_kept_once(devices: Devices) -> None:
     held.write(batch)
     (inputs,), _, (target,) = held.read()
     assert inputs["inputs"] is inputs["labels"] is target
-    torch.testing.assert_close(everygpu.gather(target).cpu(), x)
+    torch.testing.assert_close(everygpu.parallel.gather(target).cpu(), x)
 
 
 def test_batches_that_are_spread_already(devices: Devices) -> None:

@@ -59,7 +59,7 @@ def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: An
     used = recording(2)
     _, wanted = grads_of(used, kind, "threads")
     with caplog.at_level(logging.WARNING, "everygpu"):
-        model, found = grads_of(used, kind, "graphs")
+        model, found = grads_of(used, kind, "capture")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert num_recordings(model) == 0
     (line,) = caplog.messages
@@ -69,7 +69,7 @@ def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: An
 def test_a_tensor_that_comes_to_require_a_gradient_drops_recordings(recording: Devices) -> None:
     used = recording(2)
     _, wanted = grads_of(used, "object", "threads")
-    _, found = grads_of(used, "object", "graphs")
+    _, found = grads_of(used, "object", "capture")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -84,7 +84,7 @@ def test_a_leaf_of_forward_itself_is_recorded(recording: Devices) -> None:
             return torch.autograd.grad(self.energy(positions).sum(), positions, create_graph=True)[0]
 
     used = recording(2)
-    model = everygpu.DataParallel(Forces().to(used[0]), used, engine="graphs")
+    model = everygpu.DataParallel(Forces().to(used[0]), used, engine="capture")
     for x, _ in make_batches(NUM_STEPS):
         model(x).square().sum().backward()
     assert num_recordings(model) == 1

@@ -85,7 +85,7 @@ def compare(ours: tuple[Any, list[Tensor]], plain: tuple[Any, list[Tensor]]) -> 
 @pytest.mark.parametrize("make", [Net, Writing, WritingUncounted])
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
     used = recording(3)
-    plain, ours = train(make, used, "threads"), train(make, used, "graphs")
+    plain, ours = train(make, used, "threads"), train(make, used, "capture")
     compare(ours, plain)
     assert len(ours[0]._engine.recorder.capture._recordings) == 1
 
@@ -95,7 +95,7 @@ def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None
         return nn.Sequential(nn.Embedding(40, 8, max_norm=0.5), nn.Linear(8, 12))
 
     used = recording(2)
-    compare(train(make, used, "graphs"), train(make, used, "threads"))
+    compare(train(make, used, "capture"), train(make, used, "threads"))
 
 
 def test_an_optimizer_of_what_is_frozen_in_the_forward(recording: Devices) -> None:
@@ -121,6 +121,6 @@ def test_an_optimizer_of_what_is_frozen_in_the_forward(recording: Devices) -> No
             losses.append(loss.detach().cpu())
         return model, losses
 
-    ours = train_both("graphs")
+    ours = train_both("capture")
     compare(ours, train_both("threads"))
-    assert ours[0].engine_in_use == "graphs"
+    assert ours[0].engine_in_use == "capture"

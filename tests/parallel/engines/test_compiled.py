@@ -109,9 +109,9 @@ class TestSameAsThreads:
         used = devices(2)
         x, _ = batch(used[0])
         model = everygpu.DataParallel(build(used[0]), used, engine="compile").eval()
-        first = everygpu.gather(model(x))
+        first = everygpu.parallel.gather(model(x))
         model.module.scale = 3.0
-        torch.testing.assert_close(everygpu.gather(model(x)), first * 3)
+        torch.testing.assert_close(everygpu.parallel.gather(model(x)), first * 3)
         assert model.module.calls == 2
 
     def test_weights_swapped_for_an_evaluation_before_backward(self, devices, quick):
@@ -140,7 +140,7 @@ class TestSameAsThreads:
         net[inner] = torch.compile(layers[inner], backend="aot_eager")
         model = everygpu.DataParallel(torch.compile(net, backend="aot_eager"), ["cpu"] * 2)
         for _ in range(2):
-            torch.testing.assert_close(everygpu.gather(model(torch.ones(4, 4))), expected)
+            torch.testing.assert_close(everygpu.parallel.gather(model(torch.ones(4, 4))), expected)
 
     def test_what_its_user_has_compiled_runs_as_it_is_on_one_device(self, made):
         x, y = batch("cpu")
@@ -164,7 +164,7 @@ class TestWaysBack:
         bare = copy.deepcopy(model.module)
         for rows in range(2, 9):
             x = torch.randn(rows, 4)
-            torch.testing.assert_close(everygpu.gather(model(x)), bare(x))
+            torch.testing.assert_close(everygpu.parallel.gather(model(x)), bare(x))
         assert model.engine_in_use == "compile"
 
     @pytest.mark.parametrize("count", [1, 2])
@@ -191,7 +191,7 @@ class TestWaysBack:
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):
-            torch.testing.assert_close(everygpu.gather(model(x)), model.module(x))
+            torch.testing.assert_close(everygpu.parallel.gather(model(x)), model.module(x))
         assert "compiling failed" in caplog.text
 
     def test_exception_in_a_replica_is_the_users(self, quick):

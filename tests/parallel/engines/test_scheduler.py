@@ -108,7 +108,7 @@ def test_random_numbers_are_drawn_in_the_same_order_every_time() -> None:
     runs = []
     for _ in range(3):
         torch.manual_seed(0)
-        runs.append(everygpu.gather(model(torch.zeros(6, 1))))
+        runs.append(everygpu.parallel.gather(model(torch.zeros(6, 1))))
     assert runs[0].equal(runs[1])
     assert runs[0].equal(runs[2])
     assert runs[0].unique().numel() == 12
@@ -125,8 +125,8 @@ def test_a_forward_within_a_replica_has_meetings_of_its_own() -> None:
             self.inner = everygpu.DataParallel(Inner(), ["cpu"] * 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = everygpu.gather(self.inner(x))
+            y = everygpu.parallel.gather(self.inner(x))
             return y + 100 * barrier(len(x), lambda brought: [sum(brought)] * len(brought))
 
     out = everygpu.DataParallel(Outer(), ["cpu"] * 2)(torch.zeros(8))
-    assert everygpu.gather(out).tolist() == [804.0] * 8
+    assert everygpu.parallel.gather(out).tolist() == [804.0] * 8

@@ -29,8 +29,8 @@ def make_net(*, compiled: bool) -> nn.Module:
         ("auto", True, CompiledReplicas, True, False),
         ("threads", True, Workers, False, False),
         ("compile", False, CompiledReplicas, True, False),
-        ("graphs", False, RecordedReplicas, False, True),
-        ("graphs", True, RecordedReplicas, True, True),
+        ("capture", False, RecordedReplicas, False, True),
+        ("capture", True, RecordedReplicas, True, True),
     ],
 )
 def test_engine_of_a_name(name: str, compiled: bool, kind: type, compiles: bool, launches: bool) -> None:
@@ -71,7 +71,7 @@ def test_another_engine_is_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch, 
     net = nn.Linear(3, 2)
     model = everygpu.DataParallel(net, ["cpu"] * count, engine="in order")
     x = torch.randn(6, 3)
-    torch.testing.assert_close(everygpu.gather(model(x)), net(x))
+    torch.testing.assert_close(everygpu.parallel.gather(model(x)), net(x))
     torch.testing.assert_close(model(x[:1]), net(x[:1]) + 1)
     engine: Any = model._engine
     assert engine.watched == [count]
@@ -81,7 +81,7 @@ def test_another_engine_is_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_name_that_is_not_in_the_table() -> None:
-    with pytest.raises(OptionError, match=r"'compile', 'graphs'\), got 'fast'"):
+    with pytest.raises(OptionError, match=r"'compile', 'capture'\), got 'fast'"):
         everygpu.DataParallel(nn.Linear(3, 2), ["cpu"], engine="fast")
 
 
@@ -100,7 +100,7 @@ def test_helper_processes_are_refused_by_the_command_that_is_faster() -> None:
 
 def test_one_device_without_recordings_is_run_alone(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 2)
-    model = everygpu.DataParallel(net, ["cpu"], engine="graphs")
+    model = everygpu.DataParallel(net, ["cpu"], engine="capture")
     x = torch.randn(4, 3)
     for _ in range(2):
         torch.testing.assert_close(model(x), net(x))

@@ -194,8 +194,8 @@ def test_autocast_casts_parameters_anew_in_every_forward(devices):
     model = everygpu.DataParallel(module, used)
     x = torch.ones(6, 4, device=used[0])
     with torch.autocast(used[0].type, torch.bfloat16):
-        first = everygpu.gather(model(x)).float()
+        first = everygpu.parallel.gather(model(x)).float()
         with torch.no_grad():
             module.weight.mul_(2)
-        second = everygpu.gather(model(x)).float()
+        second = everygpu.parallel.gather(model(x)).float()
     torch.testing.assert_close(second, 2 * first)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from everygpu import parallel_apply
 from everygpu.errors import DeviceError, OptionError, ReplicaError
+from everygpu.parallel import parallel_apply
 from everygpu.parallel.engines.scheduler import barrier
 from everygpu.parallel.engines.threads import Workers
 from everygpu.torch_private.core import top_saved_tensor_hooks

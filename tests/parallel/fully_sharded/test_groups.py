@@ -89,7 +89,7 @@ def test_classes_say_what_blocks_are():
         ({"shard": "parameters", "wrap": ["Block"]}, OptionError, "wrap must be"),
         ({"shard": "parameters", "precision": "fp16"}, OptionError, "precision must be"),
         ({"shard": "parameters", "checkpoint_activations": "all"}, OptionError, "checkpoint_activations must be"),
-        ({"shard": "parameters", "engine": "graphs"}, OptionError, "engine must be"),
+        ({"shard": "parameters", "engine": "capture"}, OptionError, "engine must be"),
     ],
 )
 def test_options_are_checked(options, error, message):

@@ -240,13 +240,13 @@ ON_GPUS = (pytest.mark.gpu, pytest.mark.timeout(300))
 SETUPS = {
     "threads": Setup(engine="threads"),
     # Fewer: acting recordings out takes three times as long as running programs.
-    "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
+    "capture": Setup(engine="capture", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     # On the command line alone: each recording is proven, which takes half a second.
     "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, records=True),
     "step": Setup(engine="step", num_programs=NUM_PROGRAMS // 2),
     "step-graphs": Setup(engine="step", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
-    "graphs-gpu": Setup(engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
+    "graphs-gpu": Setup(engine="capture", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
     "step-gpu": Setup(
         engine="step",
         device="cuda",

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import replicate
 from everygpu.errors import DeviceError, ModuleError, PlacementError
+from everygpu.parallel import replicate
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from everygpu import DataParallel, Feeder, Replicated, TrainStep, gather, register_batch, scatter
+from everygpu import DataParallel, Feeder, Replicated, TrainStep, register_batch
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.dealing import slice_rows
+from everygpu.parallel import gather, scatter
 
 
 class Ragged:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everygpu import DataParallel, Replicated, gather
+from everygpu import DataParallel, Replicated
+from everygpu.parallel import gather
 from tests.parallel.oracle import TOLERANCE, score
 
 NUM_SEEDS, NUM_SLOW = 40, 1040

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, Feeder, Replicated, comm, gather, scatter
+from everygpu import DataParallel, Feeder, Replicated, comm
 from everygpu.errors import SplitError
+from everygpu.parallel import gather, scatter
 
 X = torch.arange(1.0, 25.0).view(6, 4)
 

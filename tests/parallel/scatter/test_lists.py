@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, Feeder, Replicated, Rows, scatter
+from everygpu import DataParallel, Feeder, Replicated, Rows
+from everygpu.parallel import scatter
 from everygpu.parallel.scatter import row_count
 
 CPUS = ["cpu"] * 2

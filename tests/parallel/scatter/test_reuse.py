@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, ShardedBatch, TrainStep, gather, scatter
+from everygpu import DataParallel, TrainStep
+from everygpu.parallel import ShardedBatch, gather, scatter
 from everygpu.parallel.sharded.batch import shard_batch
 from tests.parallel.batches import lay_out, numbers
 from tests.parallel.oracle import TOLERANCE, Mlp, pair, score

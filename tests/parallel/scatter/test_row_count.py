@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, Feeder, Replicated, Rows, scatter
+from everygpu import DataParallel, Feeder, Replicated, Rows
 from everygpu.errors import SplitError
+from everygpu.parallel import scatter
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch, describe_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import ScatterSpec

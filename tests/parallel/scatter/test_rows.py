@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, Rows, gather, scatter
+from everygpu import DataParallel, Rows
 from everygpu.errors import GatherError, SplitError
+from everygpu.parallel import gather, scatter
 
 WORDS = ["a", "b", "c", "d", "e"]
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu import DataParallel, Feeder, Replicated, gather, register_batch, scatter
+from everygpu import DataParallel, Feeder, Replicated, register_batch
 from everygpu.errors import DeviceError, OptionError, SplitError
+from everygpu.parallel import gather, scatter
 from everygpu.parallel.scatter.scatter import scatter_call
 
 PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -47,9 +47,9 @@ class TestShards:
             lay_out(numbers(4, 2), [3, 1]).data_ptr()
 
     def test_data_is_not_set(self) -> None:
-        with pytest.raises(GatherError, match="everygpu.gather"):
+        with pytest.raises(GatherError, match="everygpu.parallel.gather"):
             lay_out(numbers(4, 2), [3, 1]).data = ones(4, 2)
-        with pytest.raises(GatherError, match="everygpu.gather"):
+        with pytest.raises(GatherError, match="everygpu.parallel.gather"):
             lay_out(numbers(4, 2), [3, 1]).set_(ones(4, 2))
         whole = ones(4, 2)
         whole.set_(lay_out(numbers(4, 2), [3, 1]))

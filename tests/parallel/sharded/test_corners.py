@@ -62,7 +62,7 @@ class TestArgumentsThatTorchDrops(Use):
 def test_statistics_that_are_written_without_a_word_are_those_of_the_shards() -> None:
     mean, var = (lay_out(torch.zeros(C), [3, 2]) for _ in range(2))
     torch.native_batch_norm(numbers(6, C).float(), None, None, mean, var, True, 0.5, 1e-5)
-    torch.testing.assert_close(torch.cat(mean.shards), everygpu.gather(mean))
+    torch.testing.assert_close(torch.cat(mean.shards), everygpu.parallel.gather(mean))
     assert all(s.any() for s in mean.shards)
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import everygpu
-from everygpu import ShardedBatch
 from everygpu.errors import CallError
+from everygpu.parallel import ShardedBatch
 
 LOSSES = {
     "cross_entropy": lambda out, y: F.cross_entropy(out, y),
@@ -52,7 +52,7 @@ def test_losses_and_gradients_equal_one_device(devices, loss, rows, count):
     x, y = batch(rows, used[0])
     y[:2] = torch.tensor([0, 2], device=y.device)[: len(y[:2])]  # never all rows of one ignored class
     expected, actual = loss(bare(x), y), loss(model(x), y)
-    torch.testing.assert_close(everygpu.gather(actual, used[0]) if actual.ndim else actual, expected)
+    torch.testing.assert_close(everygpu.parallel.gather(actual, used[0]) if actual.ndim else actual, expected)
     expected.backward()
     actual.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
@@ -91,7 +91,7 @@ def _write_row(x):
 
 
 def plain(value):
-    return everygpu.gather(value) if isinstance(value, ShardedBatch) else value
+    return everygpu.parallel.gather(value) if isinstance(value, ShardedBatch) else value
 
 
 @pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES.keys())

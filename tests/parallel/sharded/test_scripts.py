@@ -159,11 +159,11 @@ class TestScripts:
         x = rows(7, 3, device=CPU)
         with mode():
             out = model(x)
-            expected = {k: everygpu.gather(model(x)[k]).clone() for k in ("input", "scale")}
+            expected = {k: everygpu.parallel.gather(model(x)[k]).clone() for k in ("input", "scale")}
             with torch.no_grad():
                 model.module.scale.add_(1)
                 x.zero_()
                 model.module.calls.add_(5)
         for name, value in expected.items():
-            assert torch.equal(everygpu.gather(out[name]), value)
-        assert everygpu.gather(out["calls"]).unique().numel() == 1
+            assert torch.equal(everygpu.parallel.gather(out[name]), value)
+        assert everygpu.parallel.gather(out["calls"]).unique().numel() == 1

@@ -184,7 +184,7 @@ def test_lazily_conjugated_numbers(use: Callable[[Tensor], Any], mode: Any) -> N
     x = torch.complex(numbers(5, 4), numbers(5, 4, seed=1)).requires_grad_(mode is contextlib.nullcontext)
     with mode():
         expected, actual = use(x * 1), use(lay_out(x * 1, [3, 2]))
-        torch.testing.assert_close(everygpu.gather(actual), expected)
+        torch.testing.assert_close(everygpu.parallel.gather(actual), expected)
     if expected.requires_grad:
         (first,) = torch.autograd.grad(expected.abs().sum(), x)
         torch.testing.assert_close(torch.autograd.grad(actual.abs().sum(), x)[0], first)

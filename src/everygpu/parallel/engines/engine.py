@@ -56,7 +56,7 @@ class Engine(Protocol):
         """The name of the engine that runs now: this one's, or that of another which it leaves forwards to."""
         ...
 
-    def give_up_recording(self, reason: str) -> None:
+    def stop_capturing(self, reason: str) -> None:
         """Take note that the caller makes no recordings, either, and why."""
         return
 

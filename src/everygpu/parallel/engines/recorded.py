@@ -49,12 +49,12 @@ class RecordedReplicas(Engine):
         outputs = None if self.recorder is None else self.recorder.run(args, kwargs)
         self._was_launched = outputs is not None
         if self._proves and self.recorder is not None and self.recorder.capture.reason is not None:
-            self.give_up_recording(self.recorder.capture.reason)
+            self.stop_capturing(self.recorder.capture.reason)
         return outputs
 
     @property
     def in_use(self) -> str:
-        return "graphs" if self._was_launched else self._eager.in_use
+        return "capture" if self._was_launched else self._eager.in_use
 
     def run(
         self, calls: Sequence[ModuleCall], devices: Sequence[torch.device], positions: Sequence[int] | None = None
@@ -73,7 +73,7 @@ class RecordedReplicas(Engine):
         """Note which outputs the loss is computed from."""
         return outputs if self.recorder is None else self.recorder.watch(outputs)
 
-    def give_up_recording(self, reason: str) -> None:
+    def stop_capturing(self, reason: str) -> None:
         """Leave all forwards to the other engine, and say so where that is slower: on one device, what records has."""
         if not self._proves or not self.launches:
             return
@@ -104,10 +104,10 @@ class RecordedReplicas(Engine):
         if reach_each_other(context.devices):
             self.recorder = RecordedForward(context, proves=self._proves)
         elif self._proves:
-            self.give_up_recording("recordings need GPUs that reach each other's memory")
+            self.stop_capturing("recordings need GPUs that reach each other's memory")
         else:
             self.launches = False
             logger.warning(
-                'DataParallel: engine="graphs": replicas run in threads, as recordings need GPUs that reach each '
+                'DataParallel: engine="capture": replicas run in threads, as recordings need GPUs that reach each '
                 "other's memory."
             )

@@ -44,7 +44,7 @@ _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
         "auto": _auto,
         "threads": _threads,
         "compile": _compiled,
-        "graphs": _recorded,
+        "capture": _recorded,
     }
 )
 

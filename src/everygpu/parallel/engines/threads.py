@@ -33,7 +33,7 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each module with its inputs, all at once::
 
-        first, second = everygpu.parallel_apply([module, nn.Linear(4, 3)], [x, x])
+        first, second = everygpu.parallel.parallel_apply([module, nn.Linear(4, 3)], [x, x])
 
     Args:
         modules: One per call.

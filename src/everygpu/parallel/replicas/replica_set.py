@@ -31,7 +31,7 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
     ::
 
         network = nn.Linear(4, 3)
-        first, second = everygpu.replicate(network, ["cpu", "cpu"])  # first is network
+        first, second = everygpu.parallel.replicate(network, ["cpu", "cpu"])  # first is network
         (first(x[:1]).sum() + second(x[1:]).sum()).backward()  # both add to network's gradients
 
     Args:

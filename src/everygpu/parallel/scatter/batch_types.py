@@ -72,7 +72,7 @@ class Rows(list[T]):
     is made, in the order of the rows::
 
         images = everygpu.Rows([torch.rand(3, 48, 64), torch.rand(3, 50, 40), torch.rand(3, 8, 8)])
-        first, second = everygpu.scatter(images, ["cpu", "cpu"])
+        first, second = everygpu.parallel.scatter(images, ["cpu", "cpu"])
         len(first), first[1].shape, second[0].shape  # 2, (3, 50, 40), (3, 8, 8)
 
     It may stand anywhere in the arguments, beside tensors with as many rows, whatever ``dim`` is; a ``collate_fn`` may
@@ -142,7 +142,7 @@ def register_batch(
             move=lambda batch, device: Ragged(batch.values.to(device), batch.lengths.to(device)),
             rows=lambda batch: len(batch.lengths),
         )
-        first, second = everygpu.scatter(Ragged(torch.arange(6), torch.tensor([1, 3, 2])), ["cpu", "cpu"])
+        first, second = everygpu.parallel.scatter(Ragged(torch.arange(6), torch.tensor([1, 3, 2])), ["cpu", "cpu"])
         first.values, second.values  # tensor([0, 1, 2, 3]), tensor([4, 5])
 
     Without ``split`` and ``join`` each object is one row: a list or tuple of them is cut between them, as ``Rows`` are.

@@ -48,7 +48,7 @@ def scatter(
     ::
 
         batch = {"x": torch.zeros(5, 8), "y": torch.zeros(5)}
-        first, second = everygpu.scatter(batch, ["cpu", "cpu"])
+        first, second = everygpu.parallel.scatter(batch, ["cpu", "cpu"])
         first["x"].shape, second["x"].shape  # (3, 8), (2, 8)
 
     Args:

@@ -24,7 +24,7 @@ class Replicated:
     ::
 
         batch = {"x": x, "class_weights": everygpu.Replicated(torch.ones(3))}
-        first, second = everygpu.scatter(batch, ["cpu", "cpu"])  # x is split, class_weights is whole in both
+        first, second = everygpu.parallel.scatter(batch, ["cpu", "cpu"])  # x is split, class_weights is whole in both
 
     Args:
         value: A tensor of any shape, or any nesting of containers with tensors in them.

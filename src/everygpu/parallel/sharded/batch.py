@@ -86,7 +86,7 @@ class ShardedBatch(Tensor):
         out = model(x)  # shape (rows, classes), a ShardedBatch
         loss = nn.functional.cross_entropy(out, y)  # computed on the shards; equals the loss of the whole batch
         out.shards  # one tensor per replica, each on its device
-        everygpu.gather(out)  # a plain tensor on out.device
+        everygpu.parallel.gather(out)  # a plain tensor on out.device
 
     Row-wise operations, reductions and losses run on the shards, each on its device; plain tensors of the same batch
     among their operands are split alike. Every other operation, also in third-party code, runs on the joined tensor,

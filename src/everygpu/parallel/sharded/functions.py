@@ -189,7 +189,9 @@ def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 def _set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], ShardedBatch):
-        raise GatherError("data: can't be set where rows are on several devices. Call everygpu.gather(out) first.")
+        raise GatherError(
+            "data: can't be set where rows are on several devices. Set that of everygpu.parallel.gather(out)."
+        )
     return func(args[0], *(join(x) if isinstance(x, ShardedBatch) else x for x in args[1:]), **kwargs)
 
 

@@ -419,7 +419,7 @@ def _refusal(func: Any) -> GatherError:
     name = func.overloadpacket.__name__
     return GatherError(
         f"{name}: an output whose rows are on several devices can't change its shape in place. Call "
-        f"everygpu.gather(out).{name}(...), or what returns a new tensor."
+        f"everygpu.parallel.gather(out).{name}(...), or what returns a new tensor."
     )
 
 

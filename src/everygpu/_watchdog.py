@@ -43,10 +43,10 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
-def watch(timeout: float = TIMEOUT_S) -> "Watch":
+def watchdog(timeout: float = TIMEOUT_S) -> "Watch":
     """End this process when it no longer goes on, and say where it is stuck::
 
-        with everygpu.watch(timeout=300):
+        with everygpu.watchdog(timeout=300):
             train(x, y)
 
     Without ``with`` it lasts to the end of the process, as in a script that ``everygpu run`` has started.
@@ -70,8 +70,8 @@ def watch(timeout: float = TIMEOUT_S) -> "Watch":
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
     if not is_number or not math.isfinite(timeout) or timeout <= 0:
         raise OptionError(
-            f"watch: timeout={timeout!r} is not a number of seconds above 0. Pass e.g. 600, which leaves a first call "
-            f"time to compile; to watch no more, call close() on what watch returns."
+            f"watchdog: timeout={timeout!r} is not a number of seconds above 0. Pass e.g. 600, which leaves a first "
+            f"call time to compile; to watch no more, call close() on what it returns."
         )
     return _watchdog().open(float(timeout))
 
@@ -84,11 +84,11 @@ def watch_as_told() -> None:
     except ValueError as cause:
         raise OptionError(f"{VARIABLE}={text!r} is not a number of seconds. Set it to 600.") from cause
     if seconds and not _watchdog().watches:
-        watch(seconds)
+        watchdog(seconds)
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """What ``watch`` returns: ends with its ``with`` block, or with the process."""
+    """What ``watchdog`` returns: ends with its ``with`` block, or with the process."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -175,7 +175,7 @@ class _Watchdog:
                 is_over.set()
                 end_process(
                     f"No progress for {timeout_s:g} s: {'; '.join(late)}. If this only takes long, allow more: "
-                    f"everygpu.watch(timeout=...), everygpu run --watchdog SECONDS."
+                    f"everygpu.watchdog(timeout=...), everygpu run --watchdog SECONDS."
                 )
 
     def _late(self, queues: Mapping[int, float], places: list[str], since_s: float, timeout_s: float) -> list[str]:
