@@ -1,7 +1,7 @@
-"""CUDA graphs, acted out on the CPU: what a recording gets wrong there, it gets wrong here.
+"""CUDA graphs, acted out on the CPU: what a capture gets wrong there, it gets wrong here.
 
-A recorded step knows addresses, not objects: it goes on reading and writing the memory that it was made with, whatever
-Python has replaced since, and torch's version counters don't see it. Memory that was freed while recording is used for
+A captured step knows addresses, not objects: it goes on reading and writing the memory that it was made with, whatever
+Python has replaced since, and torch's version counters don't see it. Memory that was freed while capturing is used for
 other things. ``Tape`` does the same with the operations that reach torch's dispatcher.
 """
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.comm
-from everygpu.parallel.compiler.recordable_graph import innermost
+from everygpu.parallel.compiler.capturable_graph import innermost
 from everygpu.parallel.cuda_graphs import executed_code
 from everygpu.parallel.cuda_graphs.host_rng import draw_idly
 from everygpu.parallel.engines.thread_state import ThreadState
@@ -33,13 +33,13 @@ from tests.step import torch_kernels
 T = TypeVar("T")
 
 REFUSED = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim"}
-"""Operations whose result the host needs: CUDA refuses to wait while it records."""
+"""Operations whose result the host needs: CUDA refuses to wait while it captures."""
 
 
 class Tape:
     """Has ``MultiGpuGraph``'s interface, for CPU replicas.
 
-    Recording runs the operations, as their results' shapes have to be known, and takes back what they did to memory
+    Capture runs the operations, as their results' shapes have to be known, and takes back what they did to memory
     that was there before, and to the random generator. Replaying runs them again, on the same memory.
     """
 
@@ -49,16 +49,16 @@ class Tape:
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
         self._numbers: list[Tensor] = []
-        # On GPUs, torch.rand([]) and what is made of it is on the host, where nothing is recorded.
+        # On GPUs, torch.rand([]) and what is made of it is on the host, where nothing is captured.
         self._on_host: list[Tensor] = []
         self._num_drawn = 0
-        # Let go since the recording: other recordings use it between launches.
+        # Let go since the capture: other captures use it between replays.
         self._free: list[_Memory] = []
 
-    def record(self, function: Callable[[], T]) -> T:
+    def capture(self, function: Callable[[], T]) -> T:
         random = torch.get_rng_state()
         earlier = [] if self._previous is None else list(self._previous._memories.values())
-        # Operations check the integers that the recording before has made, such as classes and indices.
+        # Operations check the integers that the capture before has made, such as classes and indices.
         for memory in earlier:
             memory.bring_back()
         try:
@@ -81,9 +81,7 @@ class Tape:
 
     def replay(self) -> None:
         gone = [m for m in self._memories.values() if m.num_bytes and m.is_gone()]
-        assert not gone, (
-            f"{len(gone)} tensors that the recording uses are freed, of {[m.num_bytes for m in gone]} bytes"
-        )
+        assert not gone, f"{len(gone)} tensors that the capture uses are freed, of {[m.num_bytes for m in gone]} bytes"
         for memory in self._memories.values():
             if memory.is_let_go():
                 self._free.append(memory)
@@ -94,7 +92,7 @@ class Tape:
                 moment()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one of torch's operations, and record it."""
+        """Run one of torch's operations, and capture it."""
         name = func.overloadpacket.__name__
         if (name == "rand" and not args[0]) or any(x is t for x in args for t in self._on_host):
             result = func(*args, **kwargs)
@@ -121,7 +119,7 @@ class Tape:
         return result
 
     def call(self, function: Callable[..., object], tensors: Sequence[Tensor]) -> None:
-        """Record a kernel, which doesn't run while recording."""
+        """Capture a kernel, which doesn't run while capturing."""
         with _disable_current_modes():
             held = [self.hold(t) for t in tensors]
         self._add(lambda: function(*held))
@@ -148,7 +146,7 @@ class Tape:
         return memory.view(t)
 
     def _clear_the_dead(self) -> None:
-        """Overwrite memory that the recorded function has let go of, as others would that got it next."""
+        """Overwrite memory that the captured function has let go of, as others would that got it next."""
         for memory in self._memories.values():
             if memory.is_let_go():
                 memory.spoil()
@@ -156,7 +154,7 @@ class Tape:
 
 
 class Moment:
-    """A place in a recording."""
+    """A place in a capture."""
 
     def __call__(self) -> None:
         """Nothing happens at it."""
@@ -173,7 +171,7 @@ class _Memory:
         self._kept = storage if is_new else None
         self._is_spoiled = False
         self._before = None if is_new or not self.num_bytes else self._bytes().clone()
-        self._recorded: Tensor | None = None
+        self._captured: Tensor | None = None
 
     def view(self, t: Tensor) -> Tensor:
         if not self.num_bytes:
@@ -183,18 +181,18 @@ class _Memory:
         return self._as(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
     def put_back(self) -> None:
-        """End the recording: the values of before are there again; what is new has none yet."""
+        """End the capture: the values of before are there again; what is new has none yet."""
         if self._before is not None and not self.is_gone():
             self._bytes().copy_(self._before)
         self._before = None
         if self._kept is not None:
-            self._recorded = self._bytes().clone()
+            self._captured = self._bytes().clone()
             self.spoil()
 
     def bring_back(self) -> None:
-        """Have what was new in a recording hold the values that it got there, until ``put_back``."""
-        if self._recorded is not None:
-            self._bytes().copy_(self._recorded)
+        """Have what was new in a capture hold the values that it got there, until ``put_back``."""
+        if self._captured is not None:
+            self._bytes().copy_(self._captured)
 
     def is_gone(self) -> bool:
         return self._kept is None and self._ref.expired()
@@ -231,19 +229,19 @@ class _Recorder(TorchDispatchMode):
         return NotImplemented if ShardedBatch in types else self.tape.run(func, args, kwargs or {})
 
 
-class _RecordedThreads(ThreadState):
-    """Has replicas' threads record with the caller's."""
+class _CapturedThreads(ThreadState):
+    """Has replicas' threads capture with the caller's."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__(devices)
         self._tape = current_tape()
 
     def run(self, context: Any, device: torch.device, function: Callable[[], Any], mode: Any = None) -> Any:
-        def recorded() -> Any:
+        def captured() -> Any:
             with contextlib.nullcontext() if self._tape is None else _Recorder(self._tape):
                 return function()
 
-        return super().run(context, device, recorded, mode)
+        return super().run(context, device, captured, mode)
 
 
 class Stream:
@@ -261,7 +259,7 @@ class Stream:
         self.after.append(moment)
 
     def wait_stream(self, stream: "Stream") -> None:
-        """What is recorded afterwards comes later anyway."""
+        """What is captured afterwards comes later anyway."""
 
 
 class _Here(threading.local):
@@ -280,16 +278,16 @@ def current_tape() -> Tape | None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
-    """Have ``TrainStep`` and ``DataParallel`` record work of CPU replicas.
+    """Have ``TrainStep`` and ``DataParallel`` capture work of CPU replicas.
 
     Args:
-        fused: Have updates recorded, also while backward goes on.
+        fused: Have updates captured, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step.can_capture", lambda model, capture: capture is not False)
-    monkeypatch.setattr("everygpu.parallel.engines.recorded.reach_each_other", lambda devices: True)
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MultiGpuGraph", Tape)
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.return_memory", lambda devices: None)
-    monkeypatch.setattr("everygpu.parallel.engines.threads.ThreadState", _RecordedThreads)
+    monkeypatch.setattr("everygpu.parallel.engines.captured.reach_each_other", lambda devices: True)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.capture.MultiGpuGraph", Tape)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.capture.return_memory", lambda devices: None)
+    monkeypatch.setattr("everygpu.parallel.engines.threads.ThreadState", _CapturedThreads)
     acted = (__file__, str(torch_kernels.__file__))
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.executed_code.LEFT_OUT", (*executed_code.LEFT_OUT, *acted))
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
@@ -297,7 +295,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     monkeypatch.setattr("everygpu.step.flat_parameters.FlatParameters._differs", lambda flat_params, bucket: False)
     # On GPUs no frame of Python's is below the operation that fails.
     above = partial(filter, lambda frame: frame.filename != __file__)
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.innermost", lambda stack: innermost(above(stack)))
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.capture.innermost", lambda stack: innermost(above(stack)))
     # oneDNN's LSTM returns what its backward needs only while gradients are recorded.
     monkeypatch.setattr("torch.backends.mkldnn.enabled", False)
     kernels = torch_kernels.Kernels(_install_streams(monkeypatch))
@@ -315,7 +313,7 @@ def _can_fuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> boo
 
 
 def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
-    """Have work recorded on GPUs, or acted out for CPU replicas, with updates by fused kernels or without."""
+    """Have work captured on GPUs, or acted out for CPU replicas, with updates by fused kernels or without."""
     if used[0].type == "cpu":
         install(monkeypatch, fused=fused)
     elif not fused:

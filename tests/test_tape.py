@@ -1,4 +1,4 @@
-"""CUDA graphs acted out on the CPU do what the tests of recordings rely on."""
+"""CUDA graphs acted out on the CPU do what the tests of captures rely on."""
 
 import ctypes
 import math
@@ -17,7 +17,7 @@ def tape() -> Tape:
     return Tape([torch.device("cpu")])
 
 
-def test_recording_changes_nothing_that_was_there() -> None:
+def test_capture_changes_nothing_that_was_there() -> None:
     x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
     mean, var = torch.zeros(3), torch.ones(3)
 
@@ -27,7 +27,7 @@ def test_recording_changes_nothing_that_was_there() -> None:
         return F.batch_norm(torch.rand(4, 3), mean, var, training=True)
 
     random, graph = torch.get_rng_state(), tape()
-    assert graph.record(function).isnan().all(), "there is no result yet"
+    assert graph.capture(function).isnan().all(), "there is no result yet"
     assert (x.tolist(), mean.tolist()) == ([1] * 3, [0] * 3)
     assert torch.get_rng_state().equal(random)
     graph.replay()
@@ -36,12 +36,12 @@ def test_recording_changes_nothing_that_was_there() -> None:
     assert torch.isfinite(weight.grad).all()
 
 
-def test_replays_use_the_memory_of_the_recording_and_draw_anew() -> None:
+def test_replays_use_the_memory_of_the_capture_and_draw_anew() -> None:
     x, weight, graph = torch.ones(2), torch.nn.Parameter(torch.ones(2)), tape()
     kept = weight.data
-    y, drawn = graph.record(lambda: ((weight * x).detach()[1:], torch.rand(4)))
+    y, drawn = graph.capture(lambda: ((weight * x).detach()[1:], torch.rand(4)))
     place, version = y.data_ptr(), weight._version
-    weight.data = torch.full((2,), 7.0)  # which a recording doesn't see
+    weight.data = torch.full((2,), 7.0)  # which a capture doesn't see
     for value, written in ((1, 3), (2, 3)):
         kept.fill_(value)
         x.fill_(written)
@@ -67,7 +67,7 @@ def test_memory_that_was_let_go_is_overwritten() -> None:
         return y
 
     graph = tape()
-    y = graph.record(function)
+    y = graph.capture(function)
     read: list[list[float]] = []
     address = torch.tensor(views)
     graph.call(lambda a: read.append(_at(int(a))), [address])
@@ -79,19 +79,19 @@ def test_memory_that_was_let_go_is_overwritten() -> None:
 def test_memory_that_its_owner_has_freed_is_missed() -> None:
     inputs = [torch.ones(3)]
     graph = tape()
-    graph.record(lambda: inputs[0] + 1)
+    graph.capture(lambda: inputs[0] + 1)
     inputs.clear()
     with pytest.raises(AssertionError, match="freed"):
         graph.replay()
 
 
-def test_a_second_recording_reads_what_the_first_has_made() -> None:
+def test_a_second_capture_reads_what_the_first_has_made() -> None:
     table, classes, graph = torch.arange(3.0), torch.tensor([2, 0]), tape()
-    rows = graph.record(lambda: classes + 0)
+    rows = graph.capture(lambda: classes + 0)
     backward = graph.next()
-    found = backward.record(lambda: table.gather(0, rows) * 2)
+    found = backward.capture(lambda: table.gather(0, rows) * 2)
     assert found.isnan().all()
-    assert rows.tolist() == [-1, -1], "there are none before a launch"
+    assert rows.tolist() == [-1, -1], "there are none before a replay"
     graph.replay()
     backward.replay()
     assert found.tolist() == [4, 0]
@@ -104,7 +104,7 @@ def test_numbers_that_are_written_are_kept_and_writes_are_not_counted() -> None:
         x[0] = 3
         x.add_(1)
 
-    graph.record(function)
+    graph.capture(function)
     version = x._version
     graph.replay()
     assert x.tolist() == [4, 1]
@@ -126,7 +126,7 @@ def test_kernels_run_as_soon_as_they_may() -> None:
         HERE.streams.pop()
         graph.call(lambda t: seen.append(t.item()), [x])
 
-    graph.record(function)
+    graph.capture(function)
     graph.replay()
     assert seen == [1, 2]
 
@@ -135,7 +135,7 @@ def test_kernels_run_as_soon_as_they_may() -> None:
 def test_waiting_is_refused(wait: Callable[[Tensor], Any]) -> None:
     x = torch.ones(1)
     with pytest.raises(RuntimeError, match="capturing"):
-        tape().record(lambda: wait(x))
+        tape().capture(lambda: wait(x))
 
 
 def _at(address: int) -> list[float]:

@@ -499,7 +499,7 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
 
     layer, x = nn.Linear(2, 2), torch.ones(2)
     with (
-        compiler.recorded_answers(),
+        compiler.captured_answers(),
         compiler.traced_context_vars(),
         compiler.without_warnings(),
         compiler.scoped_config({"trace_numpy": False, "no such setting": 1}),

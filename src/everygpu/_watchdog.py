@@ -51,7 +51,7 @@ def watchdog(timeout: float = TIMEOUT_S) -> "Watch":
 
     Without ``with`` it lasts to the end of the process, as in a script that ``everygpu run`` has started.
 
-    A replica's forward, a backward, an update, a collective over ranks, a recording's launch or a GPU that makes no
+    A replica's forward, a backward, an update, a collective over ranks, a capture's replay or a GPU that makes no
     progress for so long is named, with its device; the stacks of all threads are written to standard error. Then a
     checkpoint that is being saved in the background is finished, for up to a minute, and the process ends with exit
     code 6, without running ``finally`` blocks. So does one that has lost a GPU, after an error of the driver that the

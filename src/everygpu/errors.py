@@ -49,7 +49,7 @@ class OptimizerError(EveryGPUError, TypeError):
 
 
 class CaptureError(EveryGPUError, RuntimeError):
-    """A step can't be recorded as a CUDA graph. Under ``capture="auto"`` it is the logged reason, not raised."""
+    """A step can't be captured as a CUDA graph. Under ``capture="auto"`` it is the logged reason, not raised."""
 
 
 class CallError(EveryGPUError, RuntimeError):

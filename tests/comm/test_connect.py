@@ -15,7 +15,7 @@ devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 source = torch.zeros(4, device=devices[-1])
 targets = [torch.zeros(4, device=d) for d in devices[:-1]]
 graph = MultiGpuGraph(devices)
-graph.record(lambda: [comm.fill(target, source) for target in targets])
+graph.capture(lambda: [comm.fill(target, source) for target in targets])
 source.fill_(7)
 graph.replay()
 assert all(target.eq(7).all() for target in targets), targets
@@ -24,6 +24,6 @@ assert all(target.eq(7).all() for target in targets), targets
 
 @pytest.mark.gpu
 @pytest.mark.cards(2)
-def test_gpus_that_never_copied_to_each_other_are_recorded() -> None:
+def test_gpus_that_never_copied_to_each_other_are_captured() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

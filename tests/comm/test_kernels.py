@@ -1,4 +1,4 @@
-"""Kernels over several GPUs' memory; what recordings make of them is tested with these."""
+"""Kernels over several GPUs' memory; what captures make of them is tested with these."""
 
 from typing import Any
 

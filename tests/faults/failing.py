@@ -116,7 +116,7 @@ def _uncompiled(net: Net, x: Tensor) -> Tensor:
     return Net.forward(net, x)
 
 
-class RecordableNet(Net):
+class CapturableNet(Net):
     """Fails nowhere itself, and asks its inputs nothing."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def test_statistics_when_it_raises(devices):
 
 
 @pytest.mark.parametrize("in_loss", [False, True], ids=["model", "loss"])
-def test_statistics_in_recorded_steps(devices, monkeypatch, in_loss):
+def test_statistics_in_captured_steps(devices, monkeypatch, in_loss):
     used = devices(2)
     tape.prepare(used, monkeypatch, fused=True)
     step = make(used, in_loss=in_loss)

@@ -63,7 +63,7 @@ class Trial:
         self.faults: list[Callable[[], Any]] = []
         self.model = everygpu.DataParallel(self.net, devices)
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
-        # A recorded step's loss is not called.
+        # A captured step's loss is not called.
         options = {"capture": False, "check_every": 1, **options}
         self.step = everygpu.TrainStep(self.model, self.loss, optimizer, **options)
         rows = [(j, *torch.randn(5).tolist()) for j in range(len(devices)) for _ in range(2)]

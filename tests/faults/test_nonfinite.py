@@ -308,8 +308,8 @@ def test_others_in_between_begin_anew(devices, caplog):
     assert step.stats().num_skipped == 27
 
 
-class TestRecorded:
-    """Steps recorded as a CUDA graph, acted out for CPU replicas."""
+class TestCaptured:
+    """Steps captured as a CUDA graph, acted out for CPU replicas."""
 
     @pytest.fixture(params=["fused", "unfused"])
     def used(self, request, devices, monkeypatch):
@@ -345,7 +345,7 @@ class TestRecorded:
         check_only_gradients(used, caplog, num_steps=10, begins_beside=is_fused)
 
     def test_only_gradients_after_others(self, used, caplog):
-        """Once an update was left out in part, steps are recorded anew, with updates after backward."""
+        """Once an update was left out in part, steps are captured anew, with updates after backward."""
         net, step, spoil = make_root(used)
         for is_bad in [False] * 10 + [True] + [False] * 10 + [True] + [False] * 10:
             before = numbers(net, step)

@@ -14,7 +14,7 @@ from torch._dynamo import lookup_backend
 import everygpu
 from everygpu.parallel.engines import compiled
 from tests import tape
-from tests.faults.failing import CompiledNet, Net, RecordableNet, make_batch, raise_as
+from tests.faults.failing import CapturableNet, CompiledNet, Net, make_batch, raise_as
 
 NUM = 2
 IN_BACKWARD = ["hook", "function"]
@@ -23,7 +23,7 @@ PLACES = [*IN_REPLICAS, "loss", "update"]
 OUTSIDE: dict[str, tuple[Any, str]] = {
     "loss": (F, "mse_loss"),
     "update": (torch.optim.AdamW, "step"),
-    "launch": (tape.Tape, "replay"),
+    "replay": (tape.Tape, "replay"),
 }
 X, Y = make_batch(NUM), torch.arange(2.0 * len(make_batch(NUM))).reshape(-1, 2)
 
@@ -54,7 +54,7 @@ class Run:
         if way == "TrainStep":
             step = everygpu.TrainStep(self.model, loss_of, optimizer, **options)
             self.train: Train = lambda: step(X, Y)
-            self.was_launched = lambda: step.stats().engine == "capture"
+            self.was_replayed = lambda: step.stats().engine == "capture"
             return
         optimizer = everygpu.ShardedOptimizer(optimizer, ["cpu"] * NUM) if way == "ShardedOptimizer" else optimizer
 
@@ -126,14 +126,14 @@ def test_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pytest.
         run.model.release()
 
 
-def test_a_recorded_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before there is a recording, and in its launches: acted out on the CPU."""
+def test_a_captured_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a capture, and in its replays: acted out on the CPU."""
     tape.prepare([torch.device("cpu")], monkeypatch, fused=True)
-    run = Run("TrainStep", net=RecordableNet)
+    run = Run("TrainStep", net=CapturableNet)
     for i in range(14):
         if i in (0, 1):
             run.fail("loss", 0)
-        if run.was_launched():
-            run.fail("launch", 0)
+        if run.was_replayed():
+            run.fail("replay", 0)
         run.train_well()
-    assert run.was_launched()
+    assert run.was_replayed()

@@ -73,7 +73,7 @@ def test_data_parallel_with_a_bucket_for_each_parameter(engine: str, monkeypatch
             net.zero_grad()
             F.mse_loss(net(x), y).backward()
         torch.testing.assert_close([p.grad for p in model.module.parameters()], [p.grad for p in plain.parameters()])
-    recorder = getattr(model._engine, "recorder", None)
+    recorder = getattr(model._engine, "captured_forward", None)
     groups = recorder.sync.groups if recorder else model._replicas._buckets  # type: ignore[union-attr]
     assert len(groups) == 4
 

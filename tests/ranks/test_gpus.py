@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Asking(Net):
-    """Asks the device, which no recording can: steps become those of a plain loop on the way."""
+    """Asks the device, which no capture can: steps become those of a plain loop on the way."""
 
     def forward(self, x):
         return super().forward(x) if x.sum().item() > -1e9 else x

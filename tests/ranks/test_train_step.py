@@ -121,7 +121,7 @@ def train_each():
         "sparse": sparse(),
         "beside": [beside_backward(is_spread) for is_spread in (False, True)],
         "twice": gradient_after_its_bucket(),
-        "refused": {refusing: without_recordings(refusing) for refusing in ((), (0,), (0, 1))},
+        "refused": {refusing: without_graphs(refusing) for refusing in ((), (0,), (0, 1))},
     }
 
 
@@ -142,7 +142,7 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
     assert [rank["sparse"] for rank in ranks] == [[2.0, 1.0, 1.0, 2.0]] * 2
     assert [rank["beside"] for rank in ranks] == [[[True] * 4] * 2] * 2
     assert all("use_reentrant=False" in rank["twice"] for rank in ranks)
-    # Steps are those of a plain loop, on all ranks, once no rank records them.
+    # Steps are those of a plain loop, on all ranks, once no rank captures them.
     assert [rank["refused"] for rank in ranks] == [{(): False, (0,): False, (0, 1): True}] * 2
 
 
@@ -225,8 +225,8 @@ def beside_backward(is_spread):
     return began[:4]  # of the other layers
 
 
-def without_recordings(refusing):
-    """Train where these ranks find that they can't record steps; tell whether gradients are the parameters' own."""
+def without_graphs(refusing):
+    """Train where these ranks find that they can't capture steps; tell whether gradients are the parameters' own."""
     group = join()
     net = make()
     bare = copy.deepcopy(net)

@@ -70,7 +70,7 @@ def test_code_of_pages_runs(page):
 @pytest.mark.usefixtures("two_replicas")
 def test_questions_have_the_answers_they_show(capsys):
     names = run_page("how-do-i")
-    assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is recorded
+    assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is captured
     assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [50]
     assert names["mean"].num_rows == 8
     assert names["output"].shape == (4,)

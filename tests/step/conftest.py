@@ -1,4 +1,4 @@
-"""Where steps are recorded."""
+"""Where steps are captured."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,8 +11,8 @@ Devices = Callable[[int], list[torch.device]]
 
 
 @pytest.fixture(params=["fused", "unfused"])
-def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    """``devices`` that steps are recorded on: GPUs, or CPU replicas, where CUDA graphs are acted out."""
+def capturing(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    """``devices`` that steps are captured on: GPUs, or CPU replicas, where CUDA graphs are acted out."""
     used = devices(2)
     tape.prepare(used, monkeypatch, fused=request.param == "fused")
     if used[0].type == "cpu":

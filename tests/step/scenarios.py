@@ -1,4 +1,4 @@
-"""What steps go through with recordings and without, for equal losses and values."""
+"""What steps go through with captures and without, for equal losses and values."""
 
 import copy
 from collections.abc import Callable
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from tests.step.test_capture import Net, batches, num_recordings
+from tests.step.test_capture import Net, batches, num_graphs
 
 Devices = Callable[[int], list[torch.device]]
 Step = everygpu.TrainStep
 Scenario = Callable[[Step, list[Tensor]], None]
-"""Called with a step after it was recorded; appends to the losses."""
+"""Called with a step after it was captured; appends to the losses."""
 
-once = pytest.mark.parametrize("recording", ["fused"], indirect=True)
+once = pytest.mark.parametrize("capturing", ["fused"], indirect=True)
 """For what doesn't depend on the kind of update."""
 
 X, Y = batches(1, torch.device("cpu"), ignore=False)[0]
@@ -34,7 +34,7 @@ def make_step(used: list[torch.device], make: Any = Net, **options: Any) -> Step
 
 
 def check(
-    recording: Devices,
+    capturing: Devices,
     scenario: Scenario,
     *,
     make: Any = Net,
@@ -46,8 +46,8 @@ def check(
     num: int = 1,
     **options: Any,
 ) -> None:
-    """Go through a scenario with recorded steps and without; losses and all values must be equal."""
-    used = recording(count)
+    """Go through a scenario with captured steps and without; losses and all values must be equal."""
+    used = capturing(count)
     found = []
     for capture in (False, "auto"):
         torch.manual_seed(0)
@@ -57,11 +57,11 @@ def check(
             everygpu.DataParallel(net, used, **(wrapper or {})), criterion, adamw(net), capture=capture, **options
         )
         losses = [step(*first[0], **first[1]) for _ in range(NUM_BEFORE)]
-        assert not capture or num_recordings(step) == num
+        assert not capture or num_graphs(step) == num
         scenario(step, losses)
         found.append((torch.stack(losses), copy.deepcopy(net.state_dict())))
-    (plain, values), (recorded, ours) = found
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    (plain, values), (captured, ours) = found
+    torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-5)
     for name, value in values.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -40,13 +40,13 @@ class Net(nn.Module):
         return self.last(self.frozen(self.first(x)).tanh() * self.scale)
 
 
-@pytest.fixture(params=["eager", "recorded"])
+@pytest.fixture(params=["eager", "captured"])
 def used(
     request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[torch.device], str]:
     """Devices where nothing looks for writes that torch doesn't count, as none are GPUs; and how steps run."""
     found = devices(2)
-    if request.param == "recorded":
+    if request.param == "captured":
         tape.prepare(found, monkeypatch, fused=True)
     elif found[0].type == "cpu":
         monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
@@ -66,7 +66,7 @@ class Side:
         self.step: everygpu.TrainStep | None = None
         if is_ours:
             model = everygpu.DataParallel(self.net, devices, engine="threads")
-            options = {"accumulate": self.accumulate, "capture": "auto" if engine == "recorded" else False}
+            options = {"accumulate": self.accumulate, "capture": "auto" if engine == "captured" else False}
             self.step = everygpu.TrainStep(model, F.mse_loss, self.optimizer, **options)
         self.drop()
 
@@ -300,7 +300,7 @@ def make_step(devices: list[torch.device], engine: str) -> everygpu.TrainStep:
     net = Net().to(devices[0])
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     model = everygpu.DataParallel(net, devices, engine="threads")
-    return everygpu.TrainStep(model, F.mse_loss, optimizer, capture="auto" if engine == "recorded" else False)
+    return everygpu.TrainStep(model, F.mse_loss, optimizer, capture="auto" if engine == "captured" else False)
 
 
 def check_interruptions(devices: list[torch.device], engine: str, seeds: range) -> None:

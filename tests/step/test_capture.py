@@ -1,4 +1,4 @@
-"""Recorded steps are the steps they stand for; what can't be recorded runs as it is."""
+"""Captured steps are the steps they stand for; what can't be captured runs as it is."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -69,7 +69,7 @@ def batches(num: int, device: torch.device, rows: int = 12, *, ignore: bool = Tr
 
 
 def train(net: nn.Module, used: list[torch.device], data: Iterable[Batch], make: Any, **options: Any) -> Any:
-    """Train with and without recording; return the losses and the step."""
+    """Train with and without capture; return the losses and the step."""
     optimizer = make([p for p in net.parameters() if p.requires_grad])
     loss = options.pop("loss", F.cross_entropy)
     step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss, optimizer, **options)
@@ -77,10 +77,10 @@ def train(net: nn.Module, used: list[torch.device], data: Iterable[Batch], make:
     return torch.stack(losses).cpu(), step
 
 
-def num_recordings(step: everygpu.TrainStep) -> int:
+def num_graphs(step: everygpu.TrainStep) -> int:
     capture = step._capture
     assert capture is not None
-    return len(capture._recordings)
+    return len(capture._graphs)
 
 
 def assert_nets_equal(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
@@ -94,17 +94,17 @@ def assert_replicas_equal(step: everygpu.TrainStep) -> None:
 
 
 def check_same(
-    recording: Devices, optimizer: str = "SGD", *, count: int = 2, make: Any = Net, data: Any = None, num: int = 1,
+    capturing: Devices, optimizer: str = "SGD", *, count: int = 2, make: Any = Net, data: Any = None, num: int = 1,
     rtol: float = 1e-4, atol: float = 1e-5, **options: Any,
 ) -> everygpu.TrainStep:  # fmt: skip
-    """Train without and with recordings, of which there are to be so many; everything must be equal."""
-    used = recording(count)
+    """Train without and with captures, of which there are to be so many; everything must be equal."""
+    used = capturing(count)
     found = batches(NUM_STEPS, used[0]) if data is None else data(used)
     nets = [make().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, found, OPTIMIZERS[optimizer], capture=False, **options)
-    recorded, step = train(nets[1], used, found, OPTIMIZERS[optimizer], **options)
-    assert num_recordings(step) == num
-    torch.testing.assert_close(recorded, plain, rtol=rtol, atol=atol)
+    captured, step = train(nets[1], used, found, OPTIMIZERS[optimizer], **options)
+    assert num_graphs(step) == num
+    torch.testing.assert_close(captured, plain, rtol=rtol, atol=atol)
     assert_nets_equal(nets[1], nets[0], rtol=10 * rtol, atol=10 * atol)
     assert_replicas_equal(step)
     return step
@@ -112,8 +112,8 @@ def check_same(
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) -> None:
-    step = check_same(recording, name, count=count, rtol=1e-5, atol=1e-6)
+def test_captured_steps_are_the_same(capturing: Devices, name: str, count: int) -> None:
+    step = check_same(capturing, name, count=count, rtol=1e-5, atol=1e-6)
     assert step.stats().num_steps == NUM_STEPS
 
 
@@ -128,8 +128,8 @@ def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) 
     ],
     ids=str,
 )
-def test_with_every_option(recording: Devices, options: dict[str, Any]) -> None:
-    check_same(recording, "AdamW", **options)
+def test_with_every_option(capturing: Devices, options: dict[str, Any]) -> None:
+    check_same(capturing, "AdamW", **options)
 
 
 def in_bf16(used: list[torch.device]) -> list[Batch]:
@@ -138,18 +138,18 @@ def in_bf16(used: list[torch.device]) -> list[Batch]:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
-def test_recorded_steps_of_parameters_in_bf16(recording: Devices, name: str, clip_norm: float | None) -> None:
+def test_captured_steps_of_parameters_in_bf16(capturing: Devices, name: str, clip_norm: float | None) -> None:
     # Kernels round once, torch at each operation.
     tolerance = {"rtol": 0.02, "atol": 0.02}
-    check_same(recording, name, make=lambda: Net().bfloat16(), data=in_bf16, clip_norm=clip_norm, **tolerance)
+    check_same(capturing, name, make=lambda: Net().bfloat16(), data=in_bf16, clip_norm=clip_norm, **tolerance)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_the_default_dtype_says_nothing_about_options_and_counts(
-    recording: Devices, name: str, clip_norm: float | None
+    capturing: Devices, name: str, clip_norm: float | None
 ) -> None:
-    used = recording(2)
+    used = capturing(2)
     data = in_bf16(used)
     nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
     expected, usual = train(nets[0], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
@@ -158,7 +158,7 @@ def test_the_default_dtype_says_nothing_about_options_and_counts(
         found, step = train(nets[1], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert_nets_equal(nets[1], nets[0], rtol=0, atol=0)
     states = [s.optimizer.state_dict()["state"] for s in (step, usual)]
@@ -166,8 +166,8 @@ def test_the_default_dtype_says_nothing_about_options_and_counts(
         assert {k: v.dtype for k, v in state.items()} == {k: v.dtype for k, v in same.items()}
 
 
-def test_a_momentum_of_more_precision_than_its_parameter_keeps_it(recording: Devices) -> None:
-    used = recording(2)
+def test_a_momentum_of_more_precision_than_its_parameter_keeps_it(capturing: Devices) -> None:
+    used = capturing(2)
     net = nn.Linear(6, 5).to(used[0])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, optimizer)
@@ -208,8 +208,8 @@ class WithWideGrad(nn.Module):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_gradients_of_another_dtype_are_converted(recording: Devices, count: int) -> None:
-    check_same(recording, count=count, make=WithWideGrad, data=in_bf16, rtol=0.03, atol=0.03)
+def test_gradients_of_another_dtype_are_converted(capturing: Devices, count: int) -> None:
+    check_same(capturing, count=count, make=WithWideGrad, data=in_bf16, rtol=0.03, atol=0.03)
 
 
 def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) -> None:
@@ -227,8 +227,8 @@ def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) ->
 
 
 @pytest.mark.parametrize("capture", [False, "auto"])
-def test_amsgrad_that_is_loaded_counts(recording: Devices, capture: Any) -> None:
-    used = recording(2)
+def test_amsgrad_that_is_loaded_counts(capturing: Devices, capture: Any) -> None:
+    used = capturing(2)
     data = batches(20, used[0])
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).to(used[0])
@@ -253,8 +253,8 @@ def test_amsgrad_that_is_loaded_counts(recording: Devices, capture: Any) -> None
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_rate_that_becomes_a_tensor_is_read_at_every_step(recording: Devices, name: str) -> None:
-    used = recording(2)
+def test_a_rate_that_becomes_a_tensor_is_read_at_every_step(capturing: Devices, name: str) -> None:
+    used = capturing(2)
     losses = []
     for as_tensor in (False, True):
         net = Net().to(used[0])
@@ -279,7 +279,7 @@ class Branching(Net):
 
 
 def test_the_norm_is_that_of_the_parameters_that_take_part(
-    recording: Devices, monkeypatch: pytest.MonkeyPatch
+    capturing: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr("everygpu.parallel.buckets.UPDATE_BYTES", 1)
 
@@ -287,12 +287,12 @@ def test_the_norm_is_that_of_the_parameters_that_take_part(
         pairs = zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False))
         return [batch for pair in pairs for batch in pair]
 
-    check_same(recording, make=Branching, data=data, num=2, clip_norm=0.1)
+    check_same(capturing, make=Branching, data=data, num=2, clip_norm=0.1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_dropout_draws_the_same_numbers(recording: Devices, count: int) -> None:
-    used = recording(count)
+def test_dropout_draws_the_same_numbers(capturing: Devices, count: int) -> None:
+    used = capturing(count)
     data = batches(40, used[0])
     found = []
     for capture in (False, "auto"):
@@ -300,13 +300,13 @@ def test_dropout_draws_the_same_numbers(recording: Devices, count: int) -> None:
         net = Net(dropout=0.5).to(used[0])
         losses, step = train(net, used, data, OPTIMIZERS["SGD"], capture=capture)
         found.append((losses, torch.rand(2, device=used[-1]).cpu()))
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
     assert found[1][1].equal(found[0][1]), "the generators have gone as far"
 
 
-def test_a_new_seed_counts(recording: Devices) -> None:
-    used = recording(2)
+def test_a_new_seed_counts(capturing: Devices) -> None:
+    used = capturing(2)
     x, y = batches(1, used[0])[0]
     net = Net(dropout=0.5).to(used[0])
     step = everygpu.TrainStep(
@@ -314,7 +314,7 @@ def test_a_new_seed_counts(recording: Devices) -> None:
     )
     for _ in range(8):
         step(x, y)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     net.norm.reset_running_stats()
     losses = []
     for _ in range(3):
@@ -324,8 +324,8 @@ def test_a_new_seed_counts(recording: Devices) -> None:
     assert step(x, y).item() != losses[0]
 
 
-def test_schedulers_loaded_weights_and_evaluations_in_between(recording: Devices) -> None:
-    used = recording(2)
+def test_schedulers_loaded_weights_and_evaluations_in_between(capturing: Devices) -> None:
+    used = capturing(2)
     data = batches(40, used[0])
     results = []
     for capture in (False, "auto"):
@@ -351,25 +351,25 @@ def test_schedulers_loaded_weights_and_evaluations_in_between(recording: Devices
             if i == 24:
                 net.eval()
         results.append(losses)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_batches_of_other_shapes_and_places(recording: Devices) -> None:
+def test_batches_of_other_shapes_and_places(capturing: Devices) -> None:
     def data(used: list[torch.device]) -> list[Batch]:
         found = [b for i in range(8) for b in (batches(1, used[0])[0], batches(1, torch.device("cpu"))[0])]
         found += [b for _ in range(8) for b in (batches(1, used[0], 10)[0], batches(1, used[0], 5)[0])]
         return found + list(everygpu.Feeder(batches(8, torch.device("cpu")), used))
 
-    check_same(recording, data=data, num=3)
+    check_same(capturing, data=data, num=3)
 
 
-def test_recording_while_batches_are_on_their_way(recording: Devices) -> None:
-    used = recording(8)
+def test_capture_while_batches_are_on_their_way(capturing: Devices) -> None:
+    used = capturing(8)
     home, rows = torch.device("cpu"), 4096
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, batches(20, home, rows), OPTIMIZERS["SGD"], capture=False)
     fed = everygpu.Feeder(batches(20, home, rows), used)
-    recorded, step = train(nets[1], used, fed, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    captured, step = train(nets[1], used, fed, OPTIMIZERS["SGD"])
+    assert num_graphs(step) == 1
+    torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-5)

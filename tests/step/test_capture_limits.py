@@ -1,4 +1,4 @@
-"""What ends a recording or keeps one from being made, and what a step refuses."""
+"""What ends a capture or keeps one from being made, and what a step refuses."""
 
 import inspect
 import logging
@@ -21,7 +21,7 @@ from tests.step.test_capture import (
     assert_nets_equal,
     batches,
     check_same,
-    num_recordings,
+    num_graphs,
     train,
 )
 
@@ -52,9 +52,9 @@ class Tossing(Net):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_one_device_that_is_refused_trains_as_a_plain_loop(recording: Devices, accumulate: int, kind: str) -> None:
+def test_one_device_that_is_refused_trains_as_a_plain_loop(capturing: Devices, accumulate: int, kind: str) -> None:
     """Gradients and the optimizer's state are where they are in such a loop; also those of an update that had begun."""
-    used = recording(1)
+    used = capturing(1)
     data = batches(12, used[0], ignore=False)
     found = []
     for is_plain in (True, False):
@@ -88,10 +88,10 @@ def test_one_device_that_is_refused_trains_as_a_plain_loop(recording: Devices, a
 @pytest.mark.parametrize(
     ("kind", "reason"), [(Counting, "Counting.count"), (Reading, "Error"), (Tossing, "on the host")]
 )
-def test_what_cannot_be_recorded_runs_as_it_is(
-    recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
+def test_what_cannot_be_captured_runs_as_it_is(
+    capturing: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
 ) -> None:
-    used = recording(2)[: 1 if kind is Tossing else 2]  # replicas in threads would toss in any order
+    used = capturing(2)[: 1 if kind is Tossing else 2]  # replicas in threads would toss in any order
     data = batches(30, used[0])
     found = []
     for capture in (False, "auto"):
@@ -101,7 +101,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(
         with caplog.at_level(logging.INFO, "everygpu"):
             losses, step = train(net, used, data, OPTIMIZERS["AdamW"], capture=capture)
         found.append(losses)
-    assert num_recordings(step) == 0
+    assert num_graphs(step) == 0
     told = [r.getMessage() for r in caplog.records if "without CUDA graphs" in r.getMessage()]
     (said,) = [line for line in told if line.startswith("TrainStep")]  # on a GPU, forward by itself can't be, either
     assert reason in said
@@ -112,23 +112,23 @@ def test_what_cannot_be_recorded_runs_as_it_is(
 
 
 @once
-def test_must_capture_says_why_it_cannot(recording: Devices) -> None:
-    used = recording(2)
+def test_must_capture_says_why_it_cannot(capturing: Devices) -> None:
+    used = capturing(2)
     with pytest.raises(CaptureError, match="capture='auto'"):
         train(Reading().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=True)
 
 
 @once
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing torch's compiler warns of torch.jit
-def test_hooks_whose_code_is_proven_are_recorded(recording: Devices) -> None:
-    used = recording(2)
+def test_hooks_whose_code_is_proven_are_captured(capturing: Devices) -> None:
+    used = capturing(2)
     found = []
     for capture in (False, "auto"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).to(used[0])
         handle = net[2].register_forward_hook(lambda module, args, output: output * 2)
         losses, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=capture)
-        assert not capture or num_recordings(step) == 1
+        assert not capture or num_graphs(step) == 1
         handle.remove()
         losses = [*losses, *(step(x, y) for x, y in batches(3, used[0]))]
         found.append(torch.stack([loss.detach().cpu() for loss in losses]))
@@ -137,15 +137,15 @@ def test_hooks_whose_code_is_proven_are_recorded(recording: Devices) -> None:
 
 @once
 @pytest.mark.parametrize("num_before", [0, 10])
-def test_hooks_are_called(recording: Devices, num_before: int) -> None:
-    """One that comes later ends the recording."""
-    used = recording(2)
+def test_hooks_are_called(capturing: Devices, num_before: int) -> None:
+    """One that comes later ends the capture."""
+    used = capturing(2)
     net, calls = Net().to(used[0]), []
     optimizer = OPTIMIZERS["SGD"]([p for p in net.parameters() if p.requires_grad])
     step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, optimizer)
     for i, (x, y) in enumerate(batches(num_before + 10, used[0])):
         if i == num_before:
-            assert num_recordings(step) == bool(num_before)
+            assert num_graphs(step) == bool(num_before)
             net.last.register_forward_hook(lambda *_: calls.append(1))
         step(x, y)
     assert len(calls) == 20
@@ -157,8 +157,8 @@ def drop_norm(net: nn.Module) -> None:
 
 
 @once
-def test_modes_and_attributes_count(recording: Devices) -> None:
-    used = recording(2)
+def test_modes_and_attributes_count(capturing: Devices) -> None:
+    used = capturing(2)
     data = batches(12, used[0], ignore=False)
     found = []
     for capture in (False, "auto"):
@@ -172,8 +172,8 @@ def test_modes_and_attributes_count(recording: Devices) -> None:
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_synchronised_statistics(recording: Devices) -> None:
-    check_same(recording, make=lambda: everygpu.SyncBatchNorm.convert(Net()))
+def test_synchronised_statistics(capturing: Devices) -> None:
+    check_same(capturing, make=lambda: everygpu.SyncBatchNorm.convert(Net()))
 
 
 class Reusing(Net):
@@ -186,8 +186,8 @@ class Reusing(Net):
 
 
 @pytest.mark.parametrize("kind", [Net, Reusing])
-def test_updates_wait_for_what_needs_the_old_values(recording: Devices, kind: type[Net]) -> None:
-    step = check_same(recording, make=kind)
+def test_updates_wait_for_what_needs_the_old_values(capturing: Devices, kind: type[Net]) -> None:
+    step = check_same(capturing, make=kind)
     assert step._capture._step._is_beside is (kind is Net or not step._strategy._has_kernels)
 
 
@@ -203,7 +203,7 @@ def test_memory_is_returned(gpus: Devices) -> None:
     before = _reserved(used)
     for _ in range(4):
         step(x, y)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     step._capture.forget()
     assert max(now - then for now, then in zip(_reserved(used), before)) <= 2**25  # libraries' workspaces
 
@@ -217,15 +217,15 @@ def _reserved(used: list[torch.device]) -> list[int]:
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], lambda p: torch.optim.NAdam(p, lr=0.01)], ids=["AdamW", "NAdam"])
 @pytest.mark.parametrize("capture", [False, "auto"])
-def test_with_a_default_device(recording: Devices, capture: Any, make: Any) -> None:
+def test_with_a_default_device(capturing: Devices, capture: Any, make: Any) -> None:
     """Tables and states are where they are read, not where the caller would have tensors."""
-    used = recording(2)
+    used = capturing(2)
     data = batches(8, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, make, capture=capture)
     with torch.device("meta" if used[0].type == "cpu" else used[0]):
         made, step = train(nets[1], used, data, make, capture=capture)
-    assert capture is False or num_recordings(step) == 1
+    assert capture is False or num_graphs(step) == 1
     torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-6)
     assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)
 
@@ -242,8 +242,8 @@ class Full(nn.Linear):
         return super().forward(x)
 
 
-def test_an_evaluation_takes_the_memory_of_recordings() -> None:
-    class Recordings:
+def test_an_evaluation_takes_the_memory_of_captures() -> None:
+    class Captures:
         num = 1
 
         def forget(self) -> bool:
@@ -252,7 +252,7 @@ def test_an_evaluation_takes_the_memory_of_recordings() -> None:
 
     net = Full(2, 2)
     step = everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()))
-    step._capture = Recordings()  # type: ignore[assignment]
+    step._capture = Captures()  # type: ignore[assignment]
     x, y = torch.ones(3, 2), torch.zeros(3, 2)
     net.failures = 1
     assert step.evaluate(x, y).output.equal(net(x))
@@ -283,13 +283,13 @@ class Dropping(LayerDrop):
 
 
 @once
-@pytest.mark.parametrize(("kind", "is_recorded"), [(LayerDrop, True), (Dropping, False), (Scaling, False)])
-def test_draws_that_decide_nothing_are_recorded(recording: Devices, kind: type[Net], is_recorded: bool) -> None:
-    used = recording(1)
+@pytest.mark.parametrize(("kind", "is_captured"), [(LayerDrop, True), (Dropping, False), (Scaling, False)])
+def test_draws_that_decide_nothing_are_captured(capturing: Devices, kind: type[Net], is_captured: bool) -> None:
+    used = capturing(1)
     found = []
     for capture in (False, "auto"):
         torch.manual_seed(0)
         losses, step = train(kind().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["AdamW"], capture=capture)
         found.append((losses, torch.rand(())))
-    assert num_recordings(step) == is_recorded
+    assert num_graphs(step) == is_captured
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

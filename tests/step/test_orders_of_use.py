@@ -11,8 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 
 import everygpu
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
-from tests.parallel.cuda_graphs.forwards import num_recordings as num_of_model
-from tests.step.test_capture import Devices, num_recordings
+from tests.parallel.cuda_graphs.forwards import num_graphs as num_of_model
+from tests.step.test_capture import Devices, num_graphs
 
 NUM_STEPS = NUM_WARM_UPS + 5
 
@@ -60,7 +60,7 @@ class Side:
             return self.loop(data, which, keeps=False)
         self.optimizers[which].zero_grad()
         losses = [self.steps[which](x, y) for x, y in data]
-        assert num_recordings(self.steps[which]) == 1
+        assert num_graphs(self.steps[which]) == 1
         return losses
 
     def evaluate(self, data: Any, which: int) -> list[Tensor]:
@@ -92,21 +92,21 @@ def run_order(used: list[torch.device], seed: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_is_captured(recording: Devices, count: int, seed: int) -> None:
-    run_order(recording(count), seed)
+def test_any_order_is_captured(capturing: Devices, count: int, seed: int) -> None:
+    run_order(capturing(count), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_many_orders_are_captured(recording: Devices, count: int) -> None:
+def test_many_orders_are_captured(capturing: Devices, count: int) -> None:
     for seed in range(100, 140):
-        run_order(recording(count), seed)
+        run_order(capturing(count), seed)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_accumulators_of_before_are_no_part_of_a_capture(recording: Devices, count: int) -> None:
+def test_accumulators_of_before_are_no_part_of_a_capture(capturing: Devices, count: int) -> None:
     """They accumulate on the stream that was current when they were made, for as long as a graph has them."""
-    used = recording(count)
+    used = capturing(count)
     net = Net().to(used[0])
     kept = F.mse_loss(net(torch.zeros(2, 5, dtype=torch.double, device=used[0])), torch.zeros(2, 3).to(used[0]))
     calls: list[Any] = []
@@ -120,18 +120,18 @@ def test_accumulators_of_before_are_no_part_of_a_capture(recording: Devices, cou
     before = 0
     for _ in range(NUM_STEPS):
         step(x, y)
-        if num_recordings(step):
+        if num_graphs(step):
             break
         before = len(calls)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     assert before > 0  # eager steps use them
     assert len(calls) == before
     assert kept.grad_fn is not None
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_penalty_on_parameters_that_the_loss_has_itself(recording: Devices, count: int) -> None:
-    used = recording(count)
+def test_a_penalty_on_parameters_that_the_loss_has_itself(capturing: Devices, count: int) -> None:
+    used = capturing(count)
     found = []
     for captures in (False, True):
         net = Net().to(used[0])
@@ -144,16 +144,16 @@ def test_a_penalty_on_parameters_that_the_loss_has_itself(recording: Devices, co
         step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss, optimizer, capture=captures and "auto")
         x, y = (torch.ones(6, n, dtype=torch.double, device=used[0]) for n in (5, 3))
         found.append([step(x, y) for _ in range(NUM_STEPS)])
-        assert not captures or num_recordings(step) == 1
+        assert not captures or num_graphs(step) == 1
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("count", [1, 2])
 def test_where_a_loss_reads_on_the_host_the_forward_is_captured(
-    recording: Devices, count: int, accumulate: int
+    capturing: Devices, count: int, accumulate: int
 ) -> None:
-    used = recording(count)
+    used = capturing(count)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         found = F.mse_loss(output, target)
@@ -195,11 +195,11 @@ class Bound(Net):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_function_with_a_parameter_in_its_closure_is_captured(
-    recording: Devices, count: int, monkeypatch: pytest.MonkeyPatch
+    capturing: Devices, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas have functions of their own, with leaves that a capture has made: these are no code of the user's."""
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.reached_state._bits_of_tensor", lambda t: b"")  # as on GPUs
-    used, found = recording(count), []
+    used, found = capturing(count), []
     x, y = (torch.ones(6, n, dtype=torch.double, device=used[0]) for n in (5, 3))
     for captures in (False, True):
         net = Bound().to(used[0])
@@ -207,5 +207,5 @@ def test_a_function_with_a_parameter_in_its_closure_is_captured(
         model = everygpu.DataParallel(net, used)
         step = everygpu.TrainStep(model, F.mse_loss, optimizer, capture=captures and "auto")
         found.append([torch.stack([step(x, y) for _ in range(NUM_STEPS)]), *net.state_dict().values()])
-        assert not captures or num_recordings(step) == 1
+        assert not captures or num_graphs(step) == 1
     torch.testing.assert_close(*found)

@@ -491,8 +491,8 @@ def test_whole_matrices(devices: Devices, name: str, count: int, in_step: bool) 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_steps_on_whole_matrices_are_captured(recording: Devices, count: int) -> None:
-    used = recording(count)
+def test_steps_on_whole_matrices_are_captured(capturing: Devices, count: int) -> None:
+    used = capturing(count)
     found = []
     for capture in (False, "auto"):
         net = Matrices().to(used[0])
@@ -501,7 +501,7 @@ def test_steps_on_whole_matrices_are_captured(recording: Devices, count: int) ->
         step = everygpu.TrainStep(model, lambda output, _: output.square().mean(), optimizer, capture=capture)
         x = torch.randn(128, 40, generator=torch.Generator().manual_seed(0)).to(used[0])
         found.append([torch.stack([step(x, x) for _ in range(10)]), *net.parameters()])
-        assert not capture or len(step._capture._recordings) == 1
+        assert not capture or len(step._capture._graphs) == 1
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 

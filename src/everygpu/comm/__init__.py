@@ -61,7 +61,7 @@ def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 def connect(devices: Sequence[torch.device]) -> None:
     """Have GPUs map each other's memory, as torch does at the first copy between two.
 
-    CUDA graphs need it before they are recorded, while it is forbidden, as is loading the kernel that makes small
+    CUDA graphs need it before they are captured, while it is forbidden, as is loading the kernel that makes small
     copies there; and so do kernels that read other GPUs' memory. https://github.com/pytorch/pytorch/issues/133984
     """
     for source, target in itertools.permutations(dict.fromkeys(d for d in devices if d.type == "cuda"), 2):

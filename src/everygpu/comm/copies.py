@@ -16,7 +16,7 @@ SMALL_BYTES = 2**20
 LONG_BYTES = 2**22
 """From here on a copy takes longer than Python does to queue it on a stream of its own."""
 
-# Facts about the process: which GPUs' kernels have written to which other GPUs. A recording may launch these, but
+# Facts about the process: which GPUs' kernels have written to which other GPUs. A capture may replay these, but
 # load no new ones; in a graph of the user's own, perhaps none was loaded.
 _linked: set[tuple[torch.device, torch.device]] = set()
 
@@ -102,7 +102,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def link(source: torch.device, target: torch.device) -> None:
-    """Load what writes from one GPU to another, which must reach each other, so that recordings may use it."""
+    """Load what writes from one GPU to another, which must reach each other, so that captures may use it."""
     x = torch.zeros(1, device=source)
     push(torch.zeros(1, device=target), x)
     _linked.add((source, target))

@@ -14,7 +14,7 @@ def kept_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """Return a CUDA device's stream for a purpose, the same every time.
 
     Libraries keep memory for each stream. And torch has 32 per device, then hands out those that others use: work
-    of theirs would be recorded with ours, or wait for it.
+    of theirs would be captured with ours, or wait for it.
     """
     with _making:  # or two threads that ask first would each get one of their own
         return _stream(device, purpose)

@@ -470,7 +470,7 @@ class Bucket:
         unit = 1 if keep_storage else max(1, ALIGNMENT_BYTES // originals[0].element_size())
         self.plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
         self._requires_grad = originals[0].requires_grad
-        # Those that take gradients are leaves in recordings; elsewhere their old values may yet go backward.
+        # Those that take gradients are leaves in captures; elsewhere their old values may yet go backward.
         self._fixed = fixed and not self._requires_grad
         self._keeps = keeps or trusts_versions
         self._trusts_versions = trusts_versions

@@ -22,7 +22,7 @@ from everygpu.parallel.batch_norm import normalizes_shares
 from everygpu.parallel.buckets import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.call import Call, PerReplica, ScatteredArgs, check_transforms
 from everygpu.parallel.engines import table
-from everygpu.parallel.engines.engine import Engine, EngineContext, may_launch
+from everygpu.parallel.engines.engine import Engine, EngineContext, may_replay
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, apply_once
 from everygpu.parallel.forward_lock import ForwardLock
@@ -76,16 +76,16 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             ``everygpu run --split`` says, else ``"chunk"``.
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until code
             needs the whole; ``"joined"``: plain tensors on ``output_device``.
-        engine: ``"auto"``: on GPUs ``"capture"`` where Dynamo proves that a recording does the same, looked for in the
+        engine: ``"auto"``: on GPUs ``"capture"`` where Dynamo proves that a capture does the same, looked for in the
             first steps; else ``"compile"`` if ``module`` went through ``torch.compile``, or ``"threads"``; see
             ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled,
             and launched from one thread; ``"capture"``: on GPUs, after a few forwards on batches of one shape, forward
-            and backward are each recorded as a CUDA graph over all devices, and launched by one call from then on,
+            and backward are each captured as a CUDA graph over all devices, and replayed by one call from then on,
             until anything changes that they were made from, without a proof. Python code in the module, such as a
-            print or a global variable, is then not run again; hooks keep a module from being recorded. Writes to frozen
+            print or a global variable, is then not run again; hooks keep a module from being captured. Writes to frozen
             parameters that torch doesn't count, as ``teacher.weight.data.mul_(0.9)``, aren't seen: write under
-            ``no_grad``, or call ``release`` after them. A launch goes backward once, from the outputs of the steps
-            before: a model trained otherwise isn't recorded, or stops with a ``CaptureError`` that says so.
+            ``no_grad``, or call ``release`` after them. A replay goes backward once, from the outputs of the steps
+            before: a model trained otherwise isn't captured, or stops with a ``CaptureError`` that says so.
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
@@ -283,8 +283,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if len(self.replica_devices) > 1:
             check_transforms()
             return False
-        may_record = method is None and self._engine.launches and may_launch()
-        return not self._has_overrides and not may_record
+        may_capture = method is None and self._engine.replays and may_replay()
+        return not self._has_overrides and not may_capture
 
     @not_compiled
     def _run(
@@ -296,7 +296,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         replicas: ReplicaSet | None = None,
         leave: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Scatter, replicate, apply and gather; a recording launches all but the last. One thread at a time.
+        """Scatter, replicate, apply and gather; a capture replays all but the last. One thread at a time.
 
         ``leave`` is what gradients of each replica's output come in through.
         """
@@ -305,8 +305,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if self._lock.is_forked():
             self._prepare()
         with self._lock.lock, self._lock.inside():
-            is_launched = self._engine.launches and method is None and replicas is None
-            outputs = self._engine.launch(inputs, kwargs) if is_launched else None
+            is_replayed = self._engine.replays and method is None and replicas is None
+            outputs = self._engine.replay(inputs, kwargs) if is_replayed else None
             if len(self.replica_devices) == 1:
                 if outputs is not None:
                     return self._at_output_device(outputs[0] if leave is None else leave(outputs[0]))
@@ -316,7 +316,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
                 return self._forward_alone(inputs, kwargs, method, leave=leave)
             if outputs is None:
                 outputs = self._run_replicas(inputs, kwargs, method, pad_value, replicas)
-                if self._engine.launches:
+                if self._engine.replays:
                     outputs[:] = self._engine.watch(list(outputs))
             if leave is not None:
                 outputs[:] = map(leave, outputs)
@@ -376,7 +376,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
         if method is None:
             output = self._engine.run_alone((self.module, inputs, kwargs), device)
-            if self._engine.launches and may_launch():
+            if self._engine.replays and may_replay():
                 (output,) = self._engine.watch([output])
         else:
             output = self._threads.run_alone((getattr(self.module, method), inputs, kwargs), device)
@@ -532,7 +532,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
                 for batch in loader:
                     model(batch)
 
-        Parameters, buffers, modes and attributes must stay as they are at the first forward. Forwards that record
+        Parameters, buffers, modes and attributes must stay as they are at the first forward. Forwards that capture
         gradients are as ever.
         """
         before, self._fresh = self._fresh, set()
@@ -566,7 +566,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         return nullcontext() if self._ranks is None else self._ranks.no_sync()
 
     def stop_capturing(self, reason: str) -> None:
-        """Have another engine run what ``TrainStep`` won't record."""
+        """Have another engine run what ``TrainStep`` won't capture."""
         self._engine.stop_capturing(reason)
 
     def _tell_of(self, overrides: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ def launch(function: Callable[..., T], *args: Any, processes: int | None = None)
 
         weights, _ = everygpu.launch(train, 0.1, processes=2)
 
-    For notebooks, where a model that can't be recorded would run in threads; a script is started by
+    For notebooks, where a model that can't be captured would run in threads; a script is started by
     ``everygpu run --processes auto train.py``, or by torchrun. What the function uses is copied to the
     processes, by cloudpickle; make the model within, so that its weights aren't.
 

@@ -1,4 +1,4 @@
-"""Updates that are recorded with a backward, from gradients where that leaves them."""
+"""Updates that are captured with a backward, from gradients where that leaves them."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ _LOSS = -1
 
 
 def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
-    """Tell whether an update can be recorded: several devices must read and write each other's memory in kernels."""
+    """Tell whether an update can be captured: several devices must read and write each other's memory in kernels."""
     devices = flat_params.devices
     is_alone = len(devices) == 1
     reach = is_alone or (len(set(devices)) == len(devices) and reach_each_other(devices) and comm.has_triton())
@@ -46,14 +46,14 @@ def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
 
 
 def fits(flat_params: FlatParameters, shards: Shards) -> bool:
-    """Tell whether parameters and optimizers are such as recorded updates serve."""
+    """Tell whether parameters and optimizers are such as captured updates serve."""
     slots = [slot for plan in flat_params.plans for slot in plan.slots]
     whole_blocks = len(flat_params.devices) == 1 or all(slot.start % BLOCK_NUMEL == 0 for slot in slots)
     return shards.fuses and bool(slots) and whole_blocks
 
 
 class EarlyUpdate(ABC):
-    """An update that is recorded with the backward. A recording's memory stays where it is: so do gradients.
+    """An update that is captured with the backward. A capture's memory stays where it is: so do gradients.
 
     The optimizers are prepared for parameters that are ``expected`` to get one; a bucket waits for those of its own.
     ``beside`` updates each bucket beside what is left of the backward; ``checks`` leaves out what isn't finite.
@@ -97,18 +97,18 @@ class EarlyUpdate(ABC):
             self._take_grads()
         finally:
             self._clear()
-        if not self._shards.may_record(self.touched):
+        if not self._shards.may_capture(self.touched):
             raise CaptureError("other parameters take part than in the steps before")
 
     @abstractmethod
-    def launch(self, clip_norm: float | None = None) -> Tensor | None:
+    def queue(self, clip_norm: float | None = None) -> Tensor | None:
         """Queue the update, and have the devices' current streams wait for it; return the gradient's norm before it was
         clipped, if it had to be known.
         """
 
     @abstractmethod
-    def finish_recording(self) -> None:
-        """After the recording: do what was no part of it, and let go of gradients."""
+    def finish_capture(self) -> None:
+        """After the capture: do what was no part of it, and let go of gradients."""
 
     def _watch(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
         def complete(t: Tensor) -> None:
@@ -160,7 +160,7 @@ class UpdateInPlace(EarlyUpdate):
             (found_inf,) = self._found_inf
             torch.ne(self.status.expand_as(found_inf), MADE, out=found_inf)
 
-    def launch(self, clip_norm: float | None = None) -> Tensor | None:
+    def queue(self, clip_norm: float | None = None) -> Tensor | None:
         if self._is_beside:
             self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used(self.touched)})
             if self._checks:
@@ -171,7 +171,7 @@ class UpdateInPlace(EarlyUpdate):
         self._step(norm, clip_norm, self._grads)
         return norm
 
-    def finish_recording(self) -> None:
+    def finish_capture(self) -> None:
         self._grads = {}
 
     def _take_grads(self) -> None:
@@ -207,7 +207,7 @@ class UpdateByChunks(EarlyUpdate):
         super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
         devices, plans = self._devices, self._plans
         comm.connect(devices)
-        # What the kernels read: tables that are filled once the recording is made.
+        # What the kernels read: tables that are filled once the capture is made.
         self._sources = [GradTables(plan, devices, devices) for plan in plans]
         self._lengths = [[torch.zeros(plan.num_blocks, dtype=torch.int32, device=d) for d in devices] for plan in plans]
         self._squares = [[torch.zeros_like(row, dtype=torch.float32) for row in bucket] for bucket in self._lengths]
@@ -221,7 +221,7 @@ class UpdateByChunks(EarlyUpdate):
             [addresses([*flats[:rank], *flats[rank + 1 :]], d) for rank, d in enumerate(devices)]
             for flats in flat_params.values
         ]
-        for b in range(len(plans)):  # nothing is moved yet, but kernels are loaded, as while recording is forbidden
+        for b in range(len(plans)):  # nothing is moved yet, but kernels are loaded, as while capturing is forbidden
             self._reduce(b)
             self._send(b)
 
@@ -229,7 +229,7 @@ class UpdateByChunks(EarlyUpdate):
         super().check(loss)
         self._marks.mark(_LOSS)
 
-    def launch(self, clip_norm: float | None = None) -> Tensor | None:
+    def queue(self, clip_norm: float | None = None) -> Tensor | None:
         used = self._used(self.touched)
         work = self._update if self._is_beside else self._reduce
         works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in used}
@@ -247,7 +247,7 @@ class UpdateByChunks(EarlyUpdate):
         synchronize_streams(self._devices)
         return norm
 
-    def finish_recording(self) -> None:
+    def finish_capture(self) -> None:
         for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
             sources.write()
             for rank, row in enumerate(lengths):

@@ -115,7 +115,7 @@ class FiniteCheck:
 
 _LEFT_OUT = "The update is left out: parameters and optimizer are as before."
 _PARTLY = (
-    "It was recorded beside backward, and the loss was finite: only buckets with such gradients are as before. "
+    "It was captured beside backward, and the loss was finite: only buckets with such gradients are as before. "
     "From now on updates wait for all gradients, and are left out as a whole."
 )
 _ADVICE = (

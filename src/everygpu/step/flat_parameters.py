@@ -90,7 +90,7 @@ class FlatParameters:
         self._send(range(len(self.plans)))
 
     def put_back(self) -> None:
-        """Have parameters and twins be in their places, whatever a forward that was recorded has done with them."""
+        """Have parameters and twins be in their places, whatever a forward that was captured has done with them."""
         for tensors, slots in zip([self.params, *self.twins], self._slots):
             put_back(tensors, slots)
 

@@ -169,7 +169,7 @@ class BatchWeights:
         self._total: float | Tensor = 0.0
 
     def begin(self, batch: Batch, accumulate: int) -> None:
-        """Count a batch of an update of so many; a recording finds the share where the one before was."""
+        """Count a batch of an update of so many; a capture finds the share where the one before was."""
         self._accumulate = accumulate
         self._is_needed = accumulate > 1 or self._group is not None
         if not self._is_needed:
@@ -195,7 +195,7 @@ class BatchWeights:
         is_first = self._unit is None
         if is_first:
             self._unit = self._find_unit(here)
-        if is_first or seen is not None:  # else a recording would keep the number
+        if is_first or seen is not None:  # else a capture would keep the number
             self._write(here)
 
     def _write(self, here: float | Tensor) -> None:
@@ -203,13 +203,13 @@ class BatchWeights:
         if isinstance(share, Tensor):
             self._share.copy_(share)
             self._written = float("nan")
-        elif share != self._written or self._is_seen:  # a launch may have written since
+        elif share != self._written or self._is_seen:  # a replay may have written since
             self._share.fill_(share)
             self._written = share
 
     @property
     def _counted(self) -> float | Tensor:
-        """How much the batch counts, once its forward was run or launched."""
+        """How much the batch counts, once its forward was run or replayed."""
         return self._share * (self._unit or 1.0) if self._is_seen else self._here
 
     def seed(self, loss: Tensor) -> Tensor:

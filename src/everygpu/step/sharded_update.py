@@ -93,8 +93,8 @@ class RankSums:
         queue.send_rest()
         self._wait([bucket.wait for bucket in self._buckets])
 
-    def add_up_recorded(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Add up the gradients of a backward that was launched."""
+    def add_up_replayed(self, events: Sequence[torch.cuda.Event]) -> None:
+        """Add up the gradients of a backward that was replayed."""
         waits = []
         with queueing_on(self._device, kept_stream(self._device, "beside backward")):
             for event, bucket in zip(events, self._buckets):
@@ -103,7 +103,7 @@ class RankSums:
         self._wait(waits)
 
     def take_events(self) -> list[torch.cuda.Event]:
-        """Return the moments of the backward that is being recorded, for ``add_up_recorded``."""
+        """Return the moments of the backward that is being captured, for ``add_up_replayed``."""
         return [bucket.event for bucket in self._buckets if bucket.event is not None]
 
     def _wait(self, waits: Sequence[Callable[[], None] | None]) -> None:
@@ -114,10 +114,10 @@ class RankSums:
 
 MAX_CHANGES = 3
 """Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
-no part of recordings, which would have to be made anew."""
+no part of captures, which would have to be made anew."""
 
 FIRST_ASKED = 8
-"""The update of a process before which ranks first ask each other whether any records steps; then 16, 32 and so on."""
+"""The update of a process before which ranks first ask each other whether any captures steps; then 16, 32 and so on."""
 
 
 class ShardedUpdate:
@@ -293,13 +293,13 @@ class ShardedUpdate:
         return [*self.flat_params.kept(), *frozen]
 
     def settle(self) -> None:
-        """Where it may, go on as a plain loop: no step will be recorded. Ranks do so together."""
+        """Where it may, go on as a plain loop: no step will be captured. Ranks do so together."""
         self._is_given_up = True
         if self._group is None:
             self._hand_back()
 
     def settle_with_ranks(self) -> None:
-        """Ask the ranks, before some updates, whether none will record a step; all call it before each."""
+        """Ask the ranks, before some updates, whether none will capture a step; all call it before each."""
         if self._group is None or self._sharded is None or not self._settles:
             return
         self._num_begun += 1
@@ -319,7 +319,7 @@ class ShardedUpdate:
         self.flat_params = FlatParameters([], self.flat_params.devices)
         self._replicas = self._rank_sums = None
 
-    # How a step is recorded.
+    # How a step is captured.
 
     @contextmanager
     def own_leaves(self, roots: Sequence[nn.Module], bypassed: list[Tensor]) -> Iterator[None]:
@@ -343,8 +343,8 @@ class ShardedUpdate:
             for p, grad in zip(params, before):
                 p.grad = grad
 
-    def recorded_state(self, *, has_update: bool) -> Any:
-        """Return which addresses, arrangements and options a recording depends on, with the update in it or without."""
+    def captured_state(self, *, has_update: bool) -> Any:
+        """Return which addresses, arrangements and options a capture depends on, with the update in it or without."""
         options = self._early_options() if has_update else None
         return self._num_arrangements, None if options is None else (self._shards.version, options)
 
@@ -358,11 +358,11 @@ class ShardedUpdate:
         self._sharded.check_owner()
         self.flat_params.send_written()
         if self._replicas is not None:
-            self._replicas.send_forgotten()  # a launch sends no frozen parameters
+            self._replicas.send_forgotten()  # a replay sends no frozen parameters
         return True
 
-    def why_not_recordable(self) -> str | None:
-        """Say what would be lost or frozen in a recording, if anything is."""
+    def why_not_capturable(self) -> str | None:
+        """Say what would be lost or frozen in a capture, if anything is."""
         # Not those of the flat parameters: asked before ``prepare`` has seen what was unfrozen or added.
         if self._sharded is None:
             return "the optimizer is no longer spread"
@@ -371,42 +371,42 @@ class ShardedUpdate:
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
     def early_update(self, *, beside: bool, checks: bool) -> EarlyUpdate | None:
-        """Return what queues reduction and update with a backward that is recorded; None where that can't be."""
+        """Return what queues reduction and update with a backward that is captured; None where that can't be."""
         shards = self._shards
         if self._sharded is None or self._early_options() is None:
             return None
         if not shards.prepare(self._sharded.param_groups, self._touched):
             return None
-        # A step that is left out: what it makes and loads isn't to be made and loaded while recording.
+        # A step that is left out: what it makes and loads isn't to be made and loaded while capturing.
         shards.step(self._touched, [torch.ones((), dtype=torch.float32, device=d) for d in shards.devices])
         kind = UpdateInPlace if len(shards.devices) == 1 else UpdateByChunks
         return kind(self.flat_params, shards, self._touched, beside=beside, checks=checks)
 
     def prepare_update(self) -> None:
-        """Have an update that is recorded take the learning rates of now."""
+        """Have an update that is captured take the learning rates of now."""
         if self._sharded is not None:
             self._shards.follow(self._sharded.param_groups)
         self.flat_params.begin_update()
 
     def finish_update(self) -> None:
-        """Take note of an update that a recording has queued."""
+        """Take note of an update that a capture has queued."""
         self.flat_params.note_update()
         if self._sharded is not None:
             self._sharded.after_step()
 
     def moments(self) -> list[torch.cuda.Event]:
-        """Return when the backward that is being recorded has each bucket to be added up over ranks."""
+        """Return when the backward that is being captured has each bucket to be added up over ranks."""
         return [] if self._rank_sums is None else self._rank_sums.take_events()
 
     def note_grads(self, touched: set[int], moments: Sequence[torch.cuda.Event]) -> None:
-        """Take note of a backward that a recording has queued, and add it up over ranks."""
+        """Take note of a backward that a capture has queued, and add it up over ranks."""
         self.flat_params.note_grads(touched)
         self._is_added_up = bool(moments)
         if self._rank_sums is not None and moments:
-            self._rank_sums.add_up_recorded(moments)
+            self._rank_sums.add_up_replayed(moments)
 
     def _early_options(self) -> Any:
-        """Return the options that a recorded update goes on with; None where updates are no part of recordings.
+        """Return the options that a captured update goes on with; None where updates are no part of captures.
 
         That is where a hook is to see whole gradients between reduction and update, too.
         """

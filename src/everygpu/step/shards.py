@@ -196,7 +196,7 @@ class Shards:
             with queueing_on(device), _own_default(device):
                 optimizer.step()
             for f in fragments if grads is not None else ():
-                f.param.grad = None  # or a recording's memory would be held
+                f.param.grad = None  # or a capture's memory would be held
 
     def follow(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Take on all options as they are now."""
@@ -213,7 +213,7 @@ class Shards:
                     if "capturable" in mine:
                         mine["capturable"] = device.type == "cuda"
 
-    def may_record(self, touched: Collection[int]) -> bool:
+    def may_capture(self, touched: Collection[int]) -> bool:
         """Tell whether a step of some parameters makes nothing new, neither fragments nor states."""
         return self._known.issuperset(touched) and all(
             len({piece.index in touched for piece in f.pieces}) == 1 for fragments in self.fragments for f in fragments
@@ -240,7 +240,7 @@ class Shards:
                 group["params"] = params
 
     def fixed_options(self, options: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]] | None:
-        """Return all that recorded kernels can't take from the device, as they can the learning rate; None where an
+        """Return all that captured kernels can't take from the device, as they can the learning rate; None where an
         option is a tensor, which may change unnoticed.
         """
         names = [name for name in self._stock.defaults if name != "lr"]

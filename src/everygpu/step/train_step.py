@@ -18,6 +18,7 @@ from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.ranks import check_alike, copy_from_first
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
+from everygpu.step.capturable_step import make_capture
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, Kept, keep_statistics, put_back_unless_finite
 from everygpu.step.loss import (
@@ -40,7 +41,6 @@ from everygpu.step.options import (
     own_precision,
     wrap_model,
 )
-from everygpu.step.recordable_step import make_capture
 from everygpu.step.replica_check import make_check
 from everygpu.step.update import LossScale, Shares, clip_factor, find_inf, multiply, norms_of
 
@@ -71,14 +71,14 @@ class StepStats:
     loss: float
     """Of the last batch."""
     grad_norm: float
-    """Of the whole gradient at the last update, before clipping; nan after a recorded step without ``clip_norm``:
+    """Of the whole gradient at the last update, before clipping; nan after a captured step without ``clip_norm``:
     ``clip_norm=math.inf`` has it computed."""
     num_steps: int
     """Updates so far, those skipped included."""
     num_skipped: int
     """Updates left out because the loss or a gradient was not finite."""
     engine: str = ""
-    """What ran the last step: ``"capture"`` if it was launched as recorded, else ``DataParallel.engine_in_use``."""
+    """What ran the last step: ``"capture"`` if it was replayed as captured, else ``DataParallel.engine_in_use``."""
 
 
 class TrainStep:
@@ -108,10 +108,10 @@ class TrainStep:
         clip_norm: The largest norm that the whole gradient may have; larger ones are scaled down to it. The
             ``max_norm`` of ``torch.nn.utils.clip_grad_norm_``, in transformers ``max_grad_norm``.
         compile: Run replicas compiled; see ``DataParallel``'s ``engine``.
-        capture: ``"auto"``: on GPUs, after a few steps on batches of one shape, the whole step is recorded as a CUDA
-            graph over all devices, and launched by one call from then on, as long as nothing that it was made from
-            changes; steps that can't be recorded run as they are. ``False``: never. ``True``: also where a module has
-            hooks, which are then not called; raise where a step can't be recorded.
+        capture: ``"auto"``: on GPUs, after a few steps on batches of one shape, the whole step is captured as a CUDA
+            graph over all devices, and replayed by one call from then on, as long as nothing that it was made from
+            changes; steps that can't be captured run as they are. ``False``: never. ``True``: also where a module has
+            hooks, which are then not called; raise where a step can't be captured.
         on_nonfinite: What becomes of an update with a loss or a gradient that is nan or infinite. ``"skip"``: it is
             left out on the devices, which nothing waits for, with a warning; the tenth in a row raises. ``"raise"``: it
             is left out, and a call soon after raises. ``"ignore"``: nothing looks for it.
@@ -121,7 +121,7 @@ class TrainStep:
         check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
             "Flipped bits" in docs/reliability.md.
     Raises:
-        CaptureError: under ``capture=True``, at a step that can't be recorded.
+        CaptureError: under ``capture=True``, at a step that can't be captured.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one of another model, or one that needs a closure; parameters share
             memory.
@@ -169,7 +169,7 @@ class TrainStep:
         self._weights = BatchWeights(weight, self.model, loss)
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_steps = self._num_batches = 0
-        self._was_launched = False
+        self._was_replayed = False
         self._last_loss = torch.full((), float("nan"), device=self._home)
         self._losses: Tensor | None = None
         """Of the batches of this update, which is left out where one isn't finite."""
@@ -203,7 +203,7 @@ class TrainStep:
             num_steps = self._num_steps
             self._begin(batch)
             loss = None if self._capture is None else self._capture.run(batch)
-            self._was_launched = loss is not None
+            self._was_replayed = loss is not None
             if loss is None:
                 self._strategy.prepare()
                 if self._num_batches == 0:
@@ -214,7 +214,7 @@ class TrainStep:
             self._strategy.take_flags(flags)
             self._last_loss = loss
             self._weights.end()
-            if self._num_steps == num_steps:  # a recording may have had the update in it
+            if self._num_steps == num_steps:  # a capture may have had the update in it
                 if self._finite_check.is_on:
                     seen = self._weights.leave_out_empty(loss, of_all_ranks=True)
                     self._losses = seen if self._losses is None else self._losses + seen
@@ -253,7 +253,7 @@ class TrainStep:
             try:
                 loss, output = self._compute(batch)
             except torch.OutOfMemoryError:
-                # Recordings hold the memory of a step each; they can be made again.
+                # Captures hold the memory of a step each; they can be made again.
                 if self._capture is None or not self._capture.forget():
                     raise
                 loss, output = self._compute(batch)
@@ -278,7 +278,7 @@ class TrainStep:
             grad_norm=float("nan") if self._norm is None else self._norm.item(),
             num_steps=self._num_steps,
             num_skipped=self._finite_check.num_skipped,
-            engine="capture" if self._was_launched else self.model.engine_in_use,
+            engine="capture" if self._was_replayed else self.model.engine_in_use,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class TrainStep:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CopyError(
-            "TrainStep: can't be copied or pickled, as it owns recordings and memory of its devices. "
+            "TrainStep: can't be copied or pickled, as it owns captures and memory of its devices. "
             "Copy the model and the optimizer together, and make a new one."
         )
 
@@ -406,10 +406,10 @@ class TrainStep:
             return torch.add(status, self._norm, alpha=0).float()
         return status if found_inf is None else torch.where(found_inf != 0, float("nan"), status).float()
 
-    def _finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
-        """Take note of an update that a recording has queued, and of its norm where that had to be known."""
+    def _finish_replayed(self, status: Tensor, norm: Tensor | None) -> None:
+        """Take note of an update that a capture has queued, and of its norm where that had to be known."""
         self._num_steps += 1
         self._norms = []
-        self._norm = None if norm is None else norm.clone()  # a recording's own is written anew by each launch
+        self._norm = None if norm is None else norm.clone()  # a capture's own is written anew by each replay
         if self._finite_check.is_on:
             self._finite_check.submit(self._num_steps, status)

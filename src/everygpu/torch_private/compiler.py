@@ -181,8 +181,8 @@ def scoped_config(settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_answers() -> Iterator[None]:
-    """Trace what a recording runs eagerly: not ``is_compiling()``, but ``is_current_stream_capturing()``.
+def captured_answers() -> Iterator[None]:
+    """Trace what a capture runs eagerly: not ``is_compiling()``, but ``is_current_stream_capturing()``.
 
     Dynamo's lock is held meanwhile, so no other thread traces with these answers.
     """

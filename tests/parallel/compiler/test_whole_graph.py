@@ -1,4 +1,4 @@
-"""Which forwards may be recorded by Dynamo's proof, which may not, and that a proof runs and changes nothing."""
+"""Which forwards may be captured by Dynamo's proof, which may not, and that a proof runs and changes nothing."""
 
 import copy
 import functools
@@ -294,7 +294,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_recording_would_not_repeat_is_the_reason(name):
+def test_what_a_capture_would_not_repeat_is_the_reason(name):
     function, said = REFUSED[name]
     reason = prove(Calls(function), torch.ones(3, 4))
     assert reason is not None
@@ -442,7 +442,7 @@ def test_a_torch_without_what_is_needed_is_a_reason(monkeypatch):
     def fail(*args):
         raise ImportError("cannot import name 'compile_lock'")
 
-    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph.recorded_answers", fail)
+    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph.captured_answers", fail)
     reason = WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
     assert reason == "this torch can't trace the call: ImportError: cannot import name 'compile_lock'"
 

@@ -186,7 +186,7 @@ SAME = {
     "a first copy": lambda m: copy.copy(m.config),
     "a first look at annotations": lambda m: type(m.config).__annotations__,
     "values": lambda m: m.lin.weight.data.zero_(),
-    # What comes is not seen: a recording compares addresses, and looks for hooks on tensors, itself.
+    # What comes is not seen: a capture compares addresses, and looks for hooks on tensors, itself.
     "data": lambda m: setattr(m.lin.weight, "data", torch.ones(4, 4)),
     "hook on a parameter": lambda m: m.lin.weight.register_hook(lambda grad: grad),
 }  # fmt: skip
@@ -261,7 +261,7 @@ def test_arguments_are_guarded_by_shape_and_by_value(proven):
         assert not whole_graph.holds((x,), kwargs)
 
 
-def test_an_argument_that_is_an_attribute_as_well_is_not_recorded(proven):
+def test_an_argument_that_is_an_attribute_as_well_is_not_captured(proven):
     module, whole_graph, _ = proven
     x = module.tensor.expand(3, 4).clone()
     module.tensor = x
@@ -289,7 +289,7 @@ def test_an_attribute_may_be_written_with_the_value_that_it_has():
     module(*call[0])
     assert graph.prove(*call) is None
     assert graph.holds(*call)
-    module.width = 5  # a launch would leave it so
+    module.width = 5  # a replay would leave it so
     assert not graph.holds(*call)
 
 

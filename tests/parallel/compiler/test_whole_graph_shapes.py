@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel.compiler.whole_graph import WholeGraph
-from everygpu.parallel.cuda_graphs import recorder
-from everygpu.parallel.cuda_graphs.recorder import ForwardProofs
+from everygpu.parallel.cuda_graphs import capture
+from everygpu.parallel.cuda_graphs.capture import ForwardProofs
 from everygpu.parallel.scatter.split import ScatterSpec
 
 # Importing torch's compiler warns of torch.jit.
@@ -64,7 +64,7 @@ class Logging(Encoder):
 
 
 @pytest.mark.parametrize("kind", [Reading, Logging])
-def test_what_a_recording_would_not_repeat_is_refused(kind: Callable[[], nn.Module]) -> None:
+def test_what_a_capture_would_not_repeat_is_refused(kind: Callable[[], nn.Module]) -> None:
     assert WholeGraph(kind()).prove((ids(4, 7),), {}, any_shapes=True) is not None
 
 
@@ -83,7 +83,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             made.append(any_shapes)
             return super().prove(args, kwargs, any_shapes=any_shapes)
 
-    monkeypatch.setattr(recorder, "WholeGraph", Counted)
+    monkeypatch.setattr(capture, "WholeGraph", Counted)
     return made
 
 
@@ -104,7 +104,7 @@ def test_one_proof_serves_for_many_lengths(proofs: list[bool]) -> None:
 def test_modules_that_are_traced_for_each_shape_are_not_traced_twice_for_each(
     proofs: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "MAX_OPEN", 1)
+    monkeypatch.setattr(capture, "MAX_OPEN", 1)
     net, known = Looping(), ForwardProofs()
     for length in (2, 3, 4, 5):
         assert not isinstance(known.find(net, ((ids(4, length),), {}, ()), SPEC, is_first=length == 2), str)

@@ -1,4 +1,4 @@
-"""Devices on which forwards are recorded."""
+"""Devices on which forwards are captured."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ Devices = Callable[[int], list[torch.device]]
 
 
 @pytest.fixture
-def recording(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    """``devices`` for recordings: GPUs, or CPU replicas, where CUDA graphs are acted out."""
+def capturing(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    """``devices`` for captures: GPUs, or CPU replicas, where CUDA graphs are acted out."""
     tape.prepare(devices(2), monkeypatch, fused=True)
     if devices(2)[0].type == "cuda":
         torch.cuda.manual_seed_all(0)

@@ -1,4 +1,4 @@
-"""Models whose forwards are recorded, and how they are compared with what threads give."""
+"""Models whose forwards are captured, and how they are compared with what threads give."""
 
 import copy
 from collections.abc import Callable
@@ -79,10 +79,10 @@ def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
     return test_capture.batches(num, torch.device("cpu"), rows, ignore=False)
 
 
-def num_recordings(model: everygpu.DataParallel) -> int:
-    engine = getattr(model._engine, "_recorded", model._engine)  # "auto" has one
-    recorder = getattr(engine, "recorder", None)
-    return 0 if recorder is None else len(recorder.capture._recordings)
+def num_graphs(model: everygpu.DataParallel) -> int:
+    engine = getattr(model._engine, "_captured", model._engine)  # "auto" has one
+    recorder = getattr(engine, "captured_forward", None)
+    return 0 if recorder is None else len(recorder.capture._graphs)
 
 
 def loss_of(output: Any, y: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ def train(
         found.append(value.detach().cpu().clone())
 
 
-def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int = 2, **options: Any) -> None:
-    """Go through a scenario with threads and with recordings; everything must be equal."""
-    used = recording(count)
+def check(capturing: Devices, scenario: Scenario, *, make: Any = Net, count: int = 2, **options: Any) -> None:
+    """Go through a scenario with threads and with captures; everything must be equal."""
+    used = capturing(count)
     results = []
     for engine in ("threads", "capture"):
         torch.manual_seed(0)
@@ -120,12 +120,12 @@ def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int
         optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
         found: list[Tensor] = []
         train(model, optimizer, found)
-        assert num_recordings(model) == (engine == "capture")
+        assert num_graphs(model) == (engine == "capture")
         scenario(model, optimizer, found)
         results.append((found, copy.deepcopy(net.state_dict()), [p.grad is None for p in net.parameters()]))
-    (plain, values, missing), (recorded, ours, ours_missing) = results
-    assert len(plain) == len(recorded)
-    for a, b in zip(recorded, plain):
+    (plain, values, missing), (captured, ours, ours_missing) = results
+    assert len(plain) == len(captured)
+    for a, b in zip(captured, plain):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     for name, value in values.items():
         # Threads add up in bfloat16, kernels in float32.
@@ -134,19 +134,19 @@ def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int
     assert ours_missing == missing
 
 
-def recorded(recording: Devices, make: Any = Net, count: int = 2, num: int = 1) -> everygpu.DataParallel:
-    """Make a model, and go through so many steps that it is recorded."""
-    used = recording(count)
+def captured(capturing: Devices, make: Any = Net, count: int = 2, num: int = 1) -> everygpu.DataParallel:
+    """Make a model, and go through so many steps that it is captured."""
+    used = capturing(count)
     model = everygpu.DataParallel(make().to(used[0]), used, engine="capture")
     for x, y in make_batches(NUM_STEPS):
         loss_of(model(x), y).backward()
-    assert num_recordings(model) == num
+    assert num_graphs(model) == num
     return model
 
 
-def check_grads(recording: Devices, make: Any, *, num: int | None = 1, warm_ups: int = 0) -> everygpu.DataParallel:
-    """Compare the gradients that recordings, of which there are to be so many, and threads give."""
-    used = recording(2)
+def check_grads(capturing: Devices, make: Any, *, num: int | None = 1, warm_ups: int = 0) -> everygpu.DataParallel:
+    """Compare the gradients that captures, of which there are to be so many, and threads give."""
+    used = capturing(2)
     found = []
     for engine in ("threads", "capture"):
         net = make().to(used[0])
@@ -157,7 +157,7 @@ def check_grads(recording: Devices, make: Any, *, num: int | None = 1, warm_ups:
             net.zero_grad()
             loss_of(model(x), y).backward()
         found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
-    assert num is None or num_recordings(model) == num
+    assert num is None or num_graphs(model) == num
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     return model
 

@@ -1,4 +1,4 @@
-"""``engine="auto"``: threads first, then recordings that are proven, else threads for good."""
+"""``engine="auto"``: threads first, then captures that are proven, else threads for good."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.parallel.cuda_graphs import recorder
+from everygpu.parallel.cuda_graphs import capture
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW
 from everygpu.parallel.engines import table
 from tests.parallel.cuda_graphs.forwards import Devices
@@ -22,7 +22,7 @@ from tests.parallel.test_python_worlds import Attention, ComputedBefore, WithEnu
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PATIENCE = 40
-"""More forwards than are run before recording is given up."""
+"""More forwards than are run before capture is given up."""
 
 
 class Net(nn.Module):
@@ -82,28 +82,28 @@ def check_beside_one_device(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_is_proven_is_recorded(recording: Devices, caplog: pytest.LogCaptureFixture, count: int) -> None:
-    check_beside_one_device(recording(count), 10)
+def test_what_is_proven_is_captured(capturing: Devices, caplog: pytest.LogCaptureFixture, count: int) -> None:
+    check_beside_one_device(capturing(count), 10)
     assert warnings_of(caplog) == []
 
 
 def test_proofs_of_further_kinds_take_a_part_of_the_run(
-    recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    capturing: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("ALLOWED_S", "ALLOWED_SHARE", "MAX_OPEN"):  # each kind is proven by itself, and one is too many
-        monkeypatch.setattr(recorder, name, 0)
-    used = recording(1)
+        monkeypatch.setattr(capture, name, 0)
+    used = capturing(1)
     model = everygpu.DataParallel(Net().to(used[0]), used)
     engines = train(model, 45, rows=lambda i: 2 + i % 3)
     assert engines[-6:-3] == engines[-3:]
     assert sorted(engines[-3:]) == ["capture", "capture", "threads"]
-    monkeypatch.setattr(recorder, "ALLOWED_SHARE", 1e6)
+    monkeypatch.setattr(capture, "ALLOWED_SHARE", 1e6)
     assert train(model, 9, rows=lambda i: 2 + i % 3)[-3:] == ["capture"] * 3
     assert warnings_of(caplog) == []
 
 
-def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
-    used = recording(1)
+def test_hooks_of_forward_are_captured(capturing: Devices) -> None:
+    used = capturing(1)
     net = Net().to(used[0])
     handle = net.a.register_forward_hook(lambda module, args, output: output * 2)
     model = everygpu.DataParallel(net, used)
@@ -114,10 +114,10 @@ def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
     torch.testing.assert_close(model(x), net(x))
 
 
-def test_one_device_that_is_not_recorded_runs_the_module_itself(
-    recording: Devices, caplog: pytest.LogCaptureFixture
+def test_one_device_that_is_not_captured_runs_the_module_itself(
+    capturing: Devices, caplog: pytest.LogCaptureFixture
 ) -> None:
-    used = recording(1)
+    used = capturing(1)
     net = Reading().to(used[0])
     model = everygpu.DataParallel(net, used)
     train(model, 8)
@@ -131,9 +131,9 @@ def test_one_device_that_is_not_recorded_runs_the_module_itself(
 @pytest.mark.usefixtures("quick_guards")
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_wrapper_of_one_device_is_compiled_whole(recording: Devices) -> None:
+def test_a_compiled_wrapper_of_one_device_is_compiled_whole(capturing: Devices) -> None:
     torch.compiler.reset()
-    used, made = recording(1), []
+    used, made = capturing(1), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         made.append([str(node.target) for node in graph.graph.nodes])
@@ -151,8 +151,8 @@ def test_a_compiled_wrapper_of_one_device_is_compiled_whole(recording: Devices) 
     torch.compiler.reset()
 
 
-def test_threads_evaluate_one_device_side_by_side(recording: Devices) -> None:
-    used = recording(1)
+def test_threads_evaluate_one_device_side_by_side(capturing: Devices) -> None:
+    used = capturing(1)
     both = threading.Barrier(2)
 
     class Meeting(Net):
@@ -174,20 +174,20 @@ def test_threads_evaluate_one_device_side_by_side(recording: Devices) -> None:
 @pytest.mark.usefixtures("quick_guards")
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_replicas_are_recorded(recording: Devices) -> None:
+def test_compiled_replicas_are_captured(capturing: Devices) -> None:
     torch.compiler.reset()
     wrap = functools.partial(torch.compile, backend="aot_eager")
-    check_beside_one_device(recording(2), 10, "compile", wrap)
+    check_beside_one_device(capturing(2), 10, "compile", wrap)
     torch.compiler.reset()
 
 
 @pytest.mark.parametrize("make", [WithEnums, with_dataclasses, Attention, ComputedBefore])
-def test_python_around_a_model_is_followed(recording: Devices, make: Callable[[], nn.Module]) -> None:
-    check(make, recording(2), num_steps=12)
+def test_python_around_a_model_is_followed(capturing: Devices, make: Callable[[], nn.Module]) -> None:
+    check(make, capturing(2), num_steps=12)
 
 
-def test_an_attribute_that_changes_between_steps_is_followed(recording: Devices) -> None:
-    used = recording(2)
+def test_an_attribute_that_changes_between_steps_is_followed(capturing: Devices) -> None:
+    used = capturing(2)
     net = Net().to(used[0])
     model = everygpu.DataParallel(net, used)
     assert train(model, 8)[-1] == "capture"
@@ -208,14 +208,14 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 def test_one_line_says_why_replicas_stay_in_threads(
-    recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
+    capturing: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
 ) -> None:
-    used = recording(2)
+    used = capturing(2)
     net = kind().to(used[0])
     assert set(train(everygpu.DataParallel(net, used), PATIENCE)) == {"threads"}
     assert getattr(net, "calls", PATIENCE) == PATIENCE, "the threads run all of forward"
     (message,) = warnings_of(caplog)
-    assert reason in message.partition("Not recorded: ")[2]
+    assert reason in message.partition("Not captured: ")[2]
     assert "everygpu run --processes auto" in message
     assert "\n" not in message
 
@@ -225,30 +225,30 @@ def test_the_line_comes_with_the_first_step_where_that_is_known(caplog: pytest.L
     assert warnings_of(caplog) == []
     train(model, 1)
     (message,) = warnings_of(caplog)
-    assert "Not recorded: recordings need GPUs" in message
+    assert "Not captured: captures need GPUs" in message
     train(model, 3)
     assert warnings_of(caplog) == [message]
 
 
-def test_batches_of_a_few_shapes_are_all_recorded(recording: Devices) -> None:
+def test_batches_of_a_few_shapes_are_all_captured(capturing: Devices) -> None:
     num_kinds = 8
-    engines = check_beside_one_device(recording(2), 48, rows=lambda i: 2 + i % num_kinds)
+    engines = check_beside_one_device(capturing(2), 48, rows=lambda i: 2 + i % num_kinds)
     assert engines[-num_kinds:] == ["capture"] * num_kinds
 
 
 def test_batches_whose_shapes_never_come_again_stay_in_threads(
-    recording: Devices, caplog: pytest.LogCaptureFixture
+    capturing: Devices, caplog: pytest.LogCaptureFixture
 ) -> None:
-    used = recording(2)
+    used = capturing(2)
     engines = train(everygpu.DataParallel(Net().to(used[0]), used), WINDOW + PATIENCE, rows=lambda i: 2 + i)
     assert set(engines) == {"threads"}
     (message,) = warnings_of(caplog)
     assert "hardly any had the shapes of one before" in message
 
 
-def test_weights_that_move_before_a_recording(recording: Devices) -> None:
-    """As those of recurrent layers, which may be laid out anew in each forward that isn't recorded."""
-    used = recording(2)
+def test_weights_that_move_before_a_capture(capturing: Devices) -> None:
+    """As those of recurrent layers, which may be laid out anew in each forward that isn't captured."""
+    used = capturing(2)
     net = Net().to(used[0])
     model = everygpu.DataParallel(net, used)
     engines = []
@@ -259,10 +259,10 @@ def test_weights_that_move_before_a_recording(recording: Devices) -> None:
     assert engines[-10:] == ["capture"] * 10
 
 
-def test_gradients_that_are_differentiated_again_are_not_recorded(
-    recording: Devices, caplog: pytest.LogCaptureFixture
+def test_gradients_that_are_differentiated_again_are_not_captured(
+    capturing: Devices, caplog: pytest.LogCaptureFixture
 ) -> None:
-    used = recording(2)
+    used = capturing(2)
     net = Net().to(used[0])
     model = everygpu.DataParallel(net, used)
     for _ in range(8):
@@ -271,11 +271,11 @@ def test_gradients_that_are_differentiated_again_are_not_recorded(
         torch.stack([g.square().sum() for g in grads]).sum().backward()
     assert model.engine_in_use == "threads"
     (message,) = warnings_of(caplog)
-    assert "Not recorded: gradients are differentiated again" in message
+    assert "Not captured: gradients are differentiated again" in message
 
 
-def test_frozen_parameters_are_sent_by_each_launch(recording: Devices) -> None:
-    used = recording(2)
+def test_frozen_parameters_are_sent_by_each_replay(capturing: Devices) -> None:
+    used = capturing(2)
     net = Net().to(used[0])
     net.a.requires_grad_(False)
     model = everygpu.DataParallel(net, used)
@@ -288,11 +288,11 @@ def test_frozen_parameters_are_sent_by_each_launch(recording: Devices) -> None:
             assert model.engine_in_use == "capture"
 
 
-def test_a_train_step_without_recordings_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_train_step_without_captures_says_why(caplog: pytest.LogCaptureFixture) -> None:
     model = everygpu.DataParallel(Net(), ["cpu"] * 2)
     step = everygpu.TrainStep(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), capture=False)
     for _ in range(3):
         step(torch.randn(6, 4), torch.randn(6, 2))
     assert step.stats().engine == "threads"
     (message,) = warnings_of(caplog)
-    assert "Not recorded: TrainStep was made with capture=False" in message
+    assert "Not captured: TrainStep was made with capture=False" in message

@@ -1,4 +1,4 @@
-"""``engine="capture"``: a launch goes backward once, from the outputs that were used before; else it says so."""
+"""``engine="capture"``: a replay goes backward once, from the outputs that were used before; else it says so."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CaptureError
-from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, check_grads, loss_of, make_batches, num_recordings
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, check_grads, loss_of, make_batches, num_graphs
 
 
 class Pair(nn.Module):
@@ -67,14 +67,14 @@ def train(model: Any, backward: Any, num: int, device: torch.device) -> list[Ten
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize(
-    ("backward", "is_recorded"),
+    ("backward", "is_captured"),
     [(both, True), (one, True), (kept, True), (twice, False), (again, False), (differentiable, False)],
 )
-def test_steps_are_those_of_one_device(recording: Devices, backward: Any, is_recorded: bool) -> None:
-    used = recording(2)
+def test_steps_are_those_of_one_device(capturing: Devices, backward: Any, is_captured: bool) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Pair().to(used[0]), used, engine="capture")
     found, expected = (train(m, backward, NUM_STEPS, used[0]) for m in (model, Pair().to(used[0])))
-    assert num_recordings(model) == is_recorded
+    assert num_graphs(model) == is_captured
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -90,25 +90,25 @@ def test_steps_are_those_of_one_device(recording: Devices, backward: Any, is_rec
     ],
 )
 def test_another_backward_later_is_refused_and_then_runs_in_threads(
-    recording: Devices, later: Any, reason: str
+    capturing: Devices, later: Any, reason: str
 ) -> None:
-    used = recording(2)
+    used = capturing(2)
     model = everygpu.DataParallel(Pair().to(used[0]), used, engine="capture")
     train(model, one, NUM_STEPS, used[0])
-    assert num_recordings(model) == 1
+    assert num_graphs(model) == 1
     with pytest.raises(CaptureError, match=reason):
         train(model, later, 1, used[0])
     bare = Pair().to(used[0])
     bare.load_state_dict(model.state_dict())
     found, expected = (train(m, later, NUM_STEPS, used[0]) for m in (model, bare))
-    assert num_recordings(model) == 0
+    assert num_graphs(model) == 0
     assert model.engine_in_use == "threads"
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_batched_gradients_are_refused(recording: Devices) -> None:
-    used = recording(2)
+def test_batched_gradients_are_refused(capturing: Devices) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Pair().to(used[0]), used, engine="capture")
     train(model, one, NUM_STEPS, used[0])
     x = make_batches(1)[0][0].to(used[0])
@@ -122,13 +122,13 @@ class Writing(Pair):
         return super().forward(x.mul_(2))
 
 
-def test_a_forward_that_writes_to_its_input_is_not_recorded(recording: Devices, caplog: Any) -> None:
-    used = recording(2)
+def test_a_forward_that_writes_to_its_input_is_not_captured(capturing: Devices, caplog: Any) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Writing().to(used[0]), used, engine="capture")
     found, expected = (train(m, one, NUM_STEPS, used[0]) for m in (model, Writing().to(used[0])))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert num_recordings(model) == 0
+    assert num_graphs(model) == 0
     assert "the batch is written to" in caplog.text
 
 
@@ -148,8 +148,8 @@ class Checkpointed(nn.Module):
         return out
 
 
-def test_a_checkpoint_runs_again_in_backward_alone(recording: Devices) -> None:
-    model = check_grads(recording, Checkpointed)
+def test_a_checkpoint_runs_again_in_backward_alone(capturing: Devices) -> None:
+    model = check_grads(capturing, Checkpointed)
     threads = everygpu.DataParallel(Checkpointed().to(model.src_device_obj), model.replica_devices, engine="threads")
     for x, y in make_batches(NUM_STEPS):
         loss_of(threads(x), y).backward()

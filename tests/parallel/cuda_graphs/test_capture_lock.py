@@ -1,4 +1,4 @@
-"""Who records now, and on which streams."""
+"""Who captures now, and on which streams."""
 
 import threading
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_what_waits_for_gpus_is_put_off() -> None:
 
 
 def test_what_is_put_off_may_put_off() -> None:
-    """Freeing one recording, Python may come upon others."""
+    """Freeing one capture, Python may come upon others."""
     turn, calls = CaptureLock(), []
 
     def first() -> None:
@@ -93,7 +93,7 @@ class State:
         return False
 
 
-def test_nothing_is_drawn_while_another_thread_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDAGraph", "graph_pool_handle", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     graph, state, turn = MultiGpuGraph([torch.device("cuda", i) for i in range(2)]), State(), CaptureLock()

@@ -1,4 +1,4 @@
-"""What a recording was made from is compared in every step; what can't be compared is named."""
+"""What a capture was made from is compared in every step; what can't be compared is named."""
 
 import copy
 import enum
@@ -98,7 +98,7 @@ def test_a_tensor_or_a_module_in_the_place_of_another_is_seen(is_wrapped: bool) 
         assert not guards.is_current([model], [])
 
 
-def test_models_of_these_kinds_can_be_recorded() -> None:
+def test_models_of_these_kinds_can_be_captured() -> None:
     model = Model()
     guards = guards_of(model)
     assert guards.state is not None

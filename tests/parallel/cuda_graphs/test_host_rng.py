@@ -1,4 +1,4 @@
-"""A recording and threads that load batches draw from the process's generators in turn."""
+"""A capture and threads that load batches draw from the process's generators in turn."""
 
 import threading
 
@@ -28,7 +28,7 @@ class Drawn(Dataset[torch.Tensor]):
         return torch.rand(())
 
 
-def test_those_that_draw_wait_for_a_recording_and_do_not_for_each_other() -> None:
+def test_those_that_draw_wait_for_a_capture_and_do_not_for_each_other() -> None:
     gate, has_drawn = DrawGate(), threading.Event()
 
     def draw() -> None:
@@ -50,7 +50,7 @@ def test_those_that_draw_wait_for_a_recording_and_do_not_for_each_other() -> Non
         assert is_alone
 
 
-def test_a_feeders_thread_draws_nothing_while_a_step_is_recorded() -> None:
+def test_a_feeders_thread_draws_nothing_while_a_step_is_captured() -> None:
     data = Drawn()
     with DRAW_GATE.alone(SOON_S):
         feed = iter(everygpu.Feeder(DataLoader(data, batch_size=2), DataParallel(nn.Identity(), ["cpu"])))

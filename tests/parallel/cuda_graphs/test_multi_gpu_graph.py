@@ -1,4 +1,4 @@
-"""A graph over several GPUs, on real ones; what the recordings make of it is tested with them."""
+"""A graph over several GPUs, on real ones; what the captures make of it is tested with them."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_first_launch_draws_what_comes_next(count: int, shared_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the streams of the recording are late with what torch queues on them when it begins to record."""
+def test_a_first_replay_draws_what_comes_next(count: int, shared_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the streams of the capture are late with what torch queues on them when it begins to capture."""
     used = shared_gpus(count)
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -35,7 +35,7 @@ def test_a_first_launch_draws_what_comes_next(count: int, shared_gpus: Any, monk
     states = torch.cuda.get_rng_state_all()
     wanted = draw()
     graph = MultiGpuGraph(used)
-    drawn = graph.record(draw)
+    drawn = graph.capture(draw)
     torch.cuda.set_rng_state_all(states)
     graph.replay()
     for d in used:

@@ -22,10 +22,10 @@ from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode, is_left_out
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from tests.parallel.cuda_graphs.forwards import Devices
-from tests.parallel.cuda_graphs.forwards import num_recordings as num_of_model
+from tests.parallel.cuda_graphs.forwards import num_graphs as num_of_model
 from tests.parallel.cuda_graphs.places import PLACES, Code, Place, number_of
 from tests.parallel.replicas.test_snapshot import Color, Frozen, Named, Options, Pair, Plain, Slotted, holding, read
-from tests.step.test_capture import num_recordings as num_of_step
+from tests.step.test_capture import num_graphs as num_of_step
 
 WAYS = ["auto", "loss", "must", "capture"]
 """``TrainStep``'s default, where the model or the loss reads; ``capture=True``; ``engine="capture"``."""
@@ -102,19 +102,19 @@ def check(kind: type[Place], way: str, used: list[torch.device], seed: int, num_
 
 @pytest.mark.parametrize("way", ["auto", "loss", "capture"])
 @pytest.mark.parametrize("kind", PLACES)
-def test_a_changed_value_counts(recording: Devices, kind: type[Place], way: str) -> None:
+def test_a_changed_value_counts(capturing: Devices, kind: type[Place], way: str) -> None:
     if not kind.is_seen and way == "capture":
         pytest.skip("there the user says that it doesn't change")
-    check(kind, way, recording(1), seed=0)
+    check(kind, way, capturing(1), seed=0)
 
 
 @pytest.mark.parametrize("way", ["step", "capture"])
-def test_a_batchs_number_counts_to_the_last_bit(recording: Devices, way: str) -> None:
+def test_a_batchs_number_counts_to_the_last_bit(capturing: Devices, way: str) -> None:
     class Signed(nn.Linear):
         def forward(self, x: Tensor, sign: float) -> Tensor:  # type: ignore[override]
             return super().forward(x) * math.copysign(1.0, sign)
 
-    (used,) = recording(1)
+    (used,) = capturing(1)
     net = Signed(3, 2).to(used)
     model = everygpu.DataParallel(net, [used], engine="capture")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -130,17 +130,17 @@ def test_a_batchs_number_counts_to_the_last_bit(recording: Devices, way: str) ->
     assert found[-1] == -found[-2]
 
 
-def test_code_that_a_function_had_before_counts(recording: Devices) -> None:
+def test_code_that_a_function_had_before_counts(capturing: Devices) -> None:
     """While it has code that hasn't run yet, nobody looks into it."""
-    check(Code, "must", recording(1), seed=5, num_changes=4)
+    check(Code, "must", capturing(1), seed=5, num_changes=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [kind for kind in PLACES if kind.is_seen])
-def test_values_that_change_again_and_again_count(recording: Devices, kind: type[Place], way: str) -> None:
-    for seed in range(1, 6 if recording(1)[0].type == "cpu" else 3):
-        check(kind, way, recording(1 + seed % 2), seed, num_changes=4)
+def test_values_that_change_again_and_again_count(capturing: Devices, kind: type[Place], way: str) -> None:
+    for seed in range(1, 6 if capturing(1)[0].type == "cpu" else 3):
+        check(kind, way, capturing(1 + seed % 2), seed, num_changes=4)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from everygpu.parallel.cuda_graphs.transfer import lay_out
 Devices = Callable[[int], list[torch.device]]
 
 
-def test_what_kernels_do_not_know_is_refused(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, devices = [nn.Parameter(torch.zeros(3, dtype=torch.complex64))], recording(2)
+def test_what_kernels_do_not_know_is_refused(capturing: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, devices = [nn.Parameter(torch.zeros(3, dtype=torch.complex64))], capturing(2)
     assert transfer.why_not_sent(params, devices) is None
     params = [nn.Parameter(torch.zeros(3).to(torch.float8_e5m2), requires_grad=False)]
     assert "float8_e5m2" in str(transfer.why_not_sent(params, devices))

@@ -1,4 +1,4 @@
-"""Tensors that require gradients and are no parameters of the module: a launch would lose what they get."""
+"""Tensors that require gradients and are no parameters of the module: a replay would lose what they get."""
 
 import logging
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
-from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, make_batches, num_recordings
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, make_batches, num_graphs
 
 
 class Scaled(nn.Module):
@@ -55,25 +55,25 @@ def grads_of(used: list[torch.device], kind: str, engine: str) -> tuple[everygpu
 # What is on one card is used on another: torch says so, once.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.parametrize("kind", ["buffer", "closure"])
-def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: Any, kind: str) -> None:
-    used = recording(2)
+def test_what_is_not_registered_gets_its_gradient(capturing: Devices, caplog: Any, kind: str) -> None:
+    used = capturing(2)
     _, wanted = grads_of(used, kind, "threads")
     with caplog.at_level(logging.WARNING, "everygpu"):
         model, found = grads_of(used, kind, "capture")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert num_recordings(model) == 0
+    assert num_graphs(model) == 0
     (line,) = caplog.messages
     assert ("buffer scale" if kind == "buffer" else "another of shape") in line
 
 
-def test_a_tensor_that_comes_to_require_a_gradient_drops_recordings(recording: Devices) -> None:
-    used = recording(2)
+def test_a_tensor_that_comes_to_require_a_gradient_drops_captures(capturing: Devices) -> None:
+    used = capturing(2)
     _, wanted = grads_of(used, "object", "threads")
     _, found = grads_of(used, "object", "capture")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_leaf_of_forward_itself_is_recorded(recording: Devices) -> None:
+def test_a_leaf_of_forward_itself_is_captured(capturing: Devices) -> None:
     class Forces(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -83,8 +83,8 @@ def test_a_leaf_of_forward_itself_is_recorded(recording: Devices) -> None:
             positions = x.detach().clone().requires_grad_()
             return torch.autograd.grad(self.energy(positions).sum(), positions, create_graph=True)[0]
 
-    used = recording(2)
+    used = capturing(2)
     model = everygpu.DataParallel(Forces().to(used[0]), used, engine="capture")
     for x, _ in make_batches(NUM_STEPS):
         model(x).square().sum().backward()
-    assert num_recordings(model) == 1
+    assert num_graphs(model) == 1

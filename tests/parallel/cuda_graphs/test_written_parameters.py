@@ -1,4 +1,4 @@
-"""Replicas of a recording see the parameters of the step, whatever the forward does with them."""
+"""Replicas of a capture see the parameters of the step, whatever the forward does with them."""
 
 import copy
 from collections.abc import Callable
@@ -83,31 +83,31 @@ def compare(ours: tuple[Any, list[Tensor]], plain: tuple[Any, list[Tensor]]) -> 
 
 
 @pytest.mark.parametrize("make", [Net, Writing, WritingUncounted])
-def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
-    used = recording(3)
+def test_parameters_are_those_of_the_step(capturing: Devices, make: Any) -> None:
+    used = capturing(3)
     plain, ours = train(make, used, "threads"), train(make, used, "capture")
     compare(ours, plain)
-    assert len(ours[0]._engine.recorder.capture._recordings) == 1
+    assert len(ours[0]._engine.captured_forward.capture._graphs) == 1
 
 
-def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
+def test_rows_that_are_written_as_they_are_looked_up(capturing: Devices) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(40, 8, max_norm=0.5), nn.Linear(8, 12))
 
-    used = recording(2)
+    used = capturing(2)
     compare(train(make, used, "capture"), train(make, used, "threads"))
 
 
-def test_an_optimizer_of_what_is_frozen_in_the_forward(recording: Devices) -> None:
+def test_an_optimizer_of_what_is_frozen_in_the_forward(capturing: Devices) -> None:
     """As a discriminator in a generator's step: torch counts no write of a fused optimizer's."""
 
     def train_both(engine: str) -> tuple[Any, list[Tensor]]:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(recording(2)[0])
+        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(capturing(2)[0])
         net[1].requires_grad_(False)
-        model = everygpu.DataParallel(net, recording(2), engine=engine)
+        model = everygpu.DataParallel(net, capturing(2), engine=engine)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=True) for m in net]
-        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(recording(2)[0])
+        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(capturing(2)[0])
         losses = []
         for _ in range(NUM_STEPS + 2):
             loss = model(x).square().mean()

@@ -11,9 +11,9 @@ import everygpu
 from everygpu.errors import OptionError
 from everygpu.parallel.call import Call, PerReplica
 from everygpu.parallel.engines import table
+from everygpu.parallel.engines.captured import CapturedReplicas
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext
-from everygpu.parallel.engines.recorded import RecordedReplicas
 from everygpu.parallel.engines.threads import Workers
 
 
@@ -23,33 +23,33 @@ def make_net(*, compiled: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled", "kind", "compiles", "launches"),
+    ("name", "compiled", "kind", "compiles", "replays"),
     [
         ("auto", False, Workers, False, False),
         ("auto", True, CompiledReplicas, True, False),
         ("threads", True, Workers, False, False),
         ("compile", False, CompiledReplicas, True, False),
-        ("capture", False, RecordedReplicas, False, True),
-        ("capture", True, RecordedReplicas, True, True),
+        ("capture", False, CapturedReplicas, False, True),
+        ("capture", True, CapturedReplicas, True, True),
     ],
 )
-def test_engine_of_a_name(name: str, compiled: bool, kind: type, compiles: bool, launches: bool) -> None:
+def test_engine_of_a_name(name: str, compiled: bool, kind: type, compiles: bool, replays: bool) -> None:
     engine = everygpu.DataParallel(make_net(compiled=compiled), ["cpu"] * 2, engine=name)._engine
     assert type(engine) is kind
-    assert (engine.compiles, engine.launches) == (compiles, launches)
+    assert (engine.compiles, engine.replays) == (compiles, replays)
 
 
 class InOrder(Engine):
     """Runs replicas one after another, and whole calls of one row in its own way."""
 
-    launches = True
+    replays = True
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
         self.watched: list[int] = []
         self.is_closed = False
 
-    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
         call = Call(positions=(0,), args=(args,), kwargs=(kwargs,), rows=None, weights=None)
         return PerReplica([self.context.module()(*args) + 1], call) if len(args[0]) == 1 else None
 
@@ -98,12 +98,12 @@ def test_helper_processes_are_refused_by_the_command_that_is_faster() -> None:
         everygpu.DataParallel(nn.Linear(3, 2), ["cpu"] * 2, engine="processes")
 
 
-def test_one_device_without_recordings_is_run_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_device_without_captures_is_run_alone(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 2)
     model = everygpu.DataParallel(net, ["cpu"], engine="capture")
     x = torch.randn(4, 3)
     for _ in range(2):
         torch.testing.assert_close(model(x), net(x))
     assert model._replicas is None
-    assert [r.message for r in caplog.records if "recordings need GPUs" in r.message] == caplog.messages
+    assert [r.message for r in caplog.records if "captures need GPUs" in r.message] == caplog.messages
     assert len(caplog.messages) == 1

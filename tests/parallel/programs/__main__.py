@@ -15,8 +15,8 @@ def main() -> None:
     seeds = range(args.seed, 1 + (args.seed if args.last is None else args.last))
     if len(seeds) == 1:
         print(SETUPS[args.setup].draw(args.seed).describe())
-    reports, num_recordings = check_seeds(args.setup, seeds)
-    print(*reports, f"{len(reports)} of {len(seeds)} failed; {num_recordings} recordings", sep="\n")
+    reports, num_graphs = check_seeds(args.setup, seeds)
+    print(*reports, f"{len(reports)} of {len(seeds)} failed; {num_graphs} captures", sep="\n")
     sys.exit(bool(reports))
 
 

@@ -41,14 +41,14 @@ class Program:
     num_parts: int
     """Batches whose gradients are added up before an update."""
     grows: bool
-    """Each of them has a row more than the one before: recordings of several kinds are launched in turn."""
+    """Each of them has a row more than the one before: captures of several kinds are replayed in turn."""
     keeps_grads: bool
     """``zero_grad(set_to_none=False)``."""
     autocast: bool
     counts: bool
     """The model counts its training steps in Python, and computes with the count."""
     counts_writes: bool
-    """Frozen parameters are written in a way that torch counts; recordings on demand don't look for others."""
+    """Frozen parameters are written in a way that torch counts; captures on demand don't look for others."""
     wraps_stem: bool
     """Only the stem is wrapped: what comes after it runs on its output as it is."""
     num_replicas: int
@@ -96,7 +96,7 @@ class Program:
 
 
 def steady(program: Program) -> Program:
-    """Return a program without what keeps its steps from being recorded: other shapes, hooks, counters in Python."""
+    """Return a program without what keeps its steps from being captured: other shapes, hooks, counters in Python."""
     blocks = tuple(name for name in program.blocks if name not in ("counter", "hooked"))
     events = frozenset(name for name in program.events if "hooks" not in name)
     loop = "plain" if program.loop in PENALTIES or program.loop == "input gradients" else program.loop

@@ -18,7 +18,7 @@ import everygpu
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.engines import table
 from tests import tape
-from tests.parallel.cuda_graphs.forwards import num_recordings
+from tests.parallel.cuda_graphs.forwards import num_graphs
 from tests.parallel.programs.network import Carrying, Critic, Generator, Net
 from tests.parallel.programs.program import NUM_STEPS, PENALTIES, Program, draw_program, one_call, steady
 from tests.parallel.programs.training import (
@@ -143,7 +143,7 @@ def _finish(t: Training, step: int) -> None:
 
 def _observe(t: Training, **models: nn.Module | None) -> Observed:
     capture = t.step._capture if t.program.by_step else None
-    observed: Observed = {"seen": t.seen, "recordings": 0 if capture is None else len(capture._recordings)}
+    observed: Observed = {"seen": t.seen, "captures": 0 if capture is None else len(capture._graphs)}
     for name, model in models.items():
         if model is not None:
             module = model.module if isinstance(model, everygpu.DataParallel) else model
@@ -206,7 +206,7 @@ class Setup:
     device: str = "cpu"
     num_steps: int = NUM_STEPS
     num_programs: int = NUM_PROGRAMS
-    records: bool = False
+    captures: bool = False
     """Whether the engine makes CUDA graphs, of steady programs; they are acted out for CPU replicas."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
@@ -239,9 +239,9 @@ ON_GPUS = (pytest.mark.gpu, pytest.mark.timeout(300))
 
 SETUPS = {
     "threads": Setup(engine="threads"),
-    # Fewer: acting recordings out takes three times as long as running programs.
+    # Fewer: acting captures out takes three times as long as running programs.
     "capture": Setup(engine="capture", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
-    # On the command line alone: each recording is proven, which takes half a second.
+    # On the command line alone: each capture is proven, which takes half a second.
     "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, records=True),
     "step": Setup(engine="step", num_programs=NUM_PROGRAMS // 2),
     "step-graphs": Setup(engine="step", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
@@ -260,7 +260,7 @@ SETUPS = {
 
 
 def check(setup: Setup, program: Program) -> tuple[list[str], int]:
-    """Run a program on one device and by an engine; return what differs, or how it failed, and how much was recorded.
+    """Run a program on one device and by an engine; return what differs, or how it failed, and how much was captured.
 
     Within ``setup.prepared()``.
     """
@@ -279,20 +279,20 @@ def check(setup: Setup, program: Program) -> tuple[list[str], int]:
     except Exception as error:
         said = [*traceback.format_exception_only(error), *traceback.format_tb(error.__traceback__)]
         return "".join(said).splitlines(), 0
-    recorded = ours.pop("recordings") + theirs.pop("recordings") + sum(map(num_recordings, models))
+    captured = ours.pop("captures") + theirs.pop("captures") + sum(map(num_graphs, models))
     if program.by_step:  # which has gradients in memory of its own
         ours["model's gradients"] = theirs["model's gradients"]
-    return differences(ours, theirs, program.dtype), recorded
+    return differences(ours, theirs, program.dtype), captured
 
 
 def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
-    """Check the programs of some seeds; return reports on those that failed, and the number of recordings."""
-    setup, reports, recorded = SETUPS[name], [], 0
+    """Check the programs of some seeds; return reports on those that failed, and the number of captures."""
+    setup, reports, captured = SETUPS[name], [], 0
     with setup.prepared():
         for program in map(setup.draw, seeds):
             lines, num = check(setup, program)
-            recorded += num
+            captured += num
             if lines:
                 again = f"python -m tests.parallel.programs {program.seed} --setup {name}"
                 reports.append("\n".join([program.describe(), again, *lines[:8], *lines[8:][-8:]]))
-    return reports, recorded
+    return reports, captured

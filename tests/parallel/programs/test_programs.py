@@ -32,10 +32,10 @@ CASES = [
 
 @pytest.mark.parametrize(("setup", "seeds"), CASES)
 def test_programs(setup: str, seeds: range) -> None:
-    reports, num_recordings = check_seeds(setup, seeds)
+    reports, num_graphs = check_seeds(setup, seeds)
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)
-    assert bool(num_recordings) is SETUPS[setup].records
+    assert bool(num_graphs) is SETUPS[setup].records
 
 
 def test_every_feature_is_drawn() -> None:

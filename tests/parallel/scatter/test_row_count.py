@@ -152,7 +152,7 @@ class TestEntryPerDevice:
             assert [p.device for p in sent["num_items"].shards] == used
 
     @pytest.mark.parametrize("num_rows", [5, 1])
-    def test_a_recording_has_a_place_for_each(self, devices, num_rows):
+    def test_a_capture_has_a_place_for_each(self, devices, num_rows):
         used = devices(3)
         route = ScatterSpec(devices=tuple(used), dim=0, split="chunk")
         batch = ((torch.ones(num_rows, 3),), {"num_items": torch.full((len(used),), 7)}, ())

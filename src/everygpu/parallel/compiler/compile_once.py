@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from everygpu.parallel.compiler.capturable_graph import inputs_of, is_written, value_of
 from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGraph
-from everygpu.parallel.compiler.recordable_graph import inputs_of, is_written, value_of
 from everygpu.parallel.scatter.denominator import are_classes, count_kept, note_denominator
 from everygpu.torch_private.compiler import note_inlined
 

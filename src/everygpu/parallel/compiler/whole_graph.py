@@ -1,4 +1,4 @@
-"""Proof that a module's forward may be recorded: Dynamo traces a call as one graph, and guards all that it read."""
+"""Proof that a module's forward may be captured: Dynamo traces a call as one graph, and guards all that it read."""
 
 import builtins
 import operator
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from everygpu import tree
 from everygpu.keys import is_compiled
-from everygpu.parallel.compiler.recordable_graph import (
+from everygpu.parallel.compiler.capturable_graph import (
     code_reason,
     in_line,
     innermost,
@@ -42,11 +42,11 @@ from everygpu.torch_private import is_tried
 from everygpu.torch_private.compiler import (
     absences,
     cache_entries,
+    captured_answers,
     context_var_reads,
     current_trace,
     drop_code,
     noted_absences,
-    recorded_answers,
     scoped_config,
     traced_code,
     traced_context_vars,
@@ -103,7 +103,7 @@ class _Proof:
     probe: Tensor
     read_tensors: Callable[[dict[str, Any]], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...]
-    """All that forward reads beside its arguments: a recording reads these, at their addresses."""
+    """All that forward reads beside its arguments: a capture reads these, at their addresses."""
     read_rest: Callable[[dict[str, Any]], list[Any]]
     rest: list[Any]
     """What Dynamo has no guards on, or none that see each change."""
@@ -111,9 +111,9 @@ class _Proof:
 
 
 class WholeGraph:
-    """Tell whether a call of a module may be recorded as a CUDA graph, and whether another call is the same.
+    """Tell whether a call of a module may be captured as a CUDA graph, and whether another call is the same.
 
-    A recording repeats kernels: the call, if forward reads nothing that changes unseen, and changes nothing but
+    A capture repeats kernels: the call, if forward reads nothing that changes unseen, and changes nothing but
     tensors. ``torch.compile(fullgraph=True)`` traces just such functions, with guards on all that the trace has read;
     here its backend runs nothing. Not seen are the values and addresses of tensors (``p.data = other``) and autograd's
     hooks on tensors. A module that is compiled, or has a compiled module below it, is refused.
@@ -126,7 +126,7 @@ class WholeGraph:
         self._proof: _Proof | None = None
 
     def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, any_shapes: bool = False) -> str | None:
-        """Trace one call, in seconds, without running it; return the reason, in one line, if it may not be recorded.
+        """Trace one call, in seconds, without running it; return the reason, in one line, if it may not be captured.
 
         Not while a thread captures a CUDA graph, as Dynamo reads the state of the GPU's random numbers. Tensors are
         guarded by shape, stride, dtype and device, numbers and strings by value. ``any_shapes`` guards only what the
@@ -182,7 +182,7 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     values: dict[str, Any] = {"module": module, "probe": probe, "args": args, "kwargs": kwargs}
     values |= dict(zip(("args", "kwargs"), _as_aliases((args, kwargs))))
     with ExitStack() as stack:
-        stack.enter_context(recorded_answers())
+        stack.enter_context(captured_answers())
         stack.enter_context(without_warnings())
         stack.enter_context(traced_context_vars())
         stack.enter_context(noted_absences())
@@ -239,7 +239,7 @@ def _reader(sources: Iterable[str], scope: dict[str, Any]) -> Callable[[dict[str
 def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
     """Make what reads what Dynamo takes to stay as it is: of the classes of all objects that a trace has met the number
     of attributes, and the functions whose code was traced; context variables; the environment, where it is read; names
-    that Python modules don't have; attributes that forward writes, and a recording doesn't, as they have these values.
+    that Python modules don't have; attributes that forward writes, and a capture doesn't, as they have these values.
     """
     codes, classes = traced_code(trace), {type(value) for value in traced_objects(trace)}
     traced = set(map(id, codes))

@@ -1,1 +1,1 @@
-"""Forward, backward and whole steps recorded as CUDA graphs over several GPUs."""
+"""Forward, backward and whole steps captured as CUDA graphs over several GPUs."""

@@ -1,4 +1,4 @@
-"""Guards on module structure, attributes and tensors, and on torch's settings: what a recording was made from."""
+"""Guards on module structure, attributes and tensors, and on torch's settings: what a capture was made from."""
 
 import functools
 import operator
@@ -128,12 +128,12 @@ class ModuleGuards:
         for root in self._roots:
             for name, p in root.named_parameters():
                 if not p.requires_grad and (id(p) in written or then.get(id(p), p.data_ptr()) != p.data_ptr()):
-                    return f"frozen parameter {name} is written between steps, and recorded ones don't send it"
+                    return f"frozen parameter {name} is written between steps, and captured ones don't send it"
         return None
 
     def _guard_key(self) -> tuple[list[Any], ...]:
         """Return what may change in a tensor that stays the same object; and writes to tensors that aren't trained,
-        which replicas are sent outside recordings.
+        which replicas are sent outside captures.
         """
         return (
             [t.shape for t in self._dense],
@@ -151,7 +151,7 @@ def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """Return torch's settings that a recording has baked in."""
+    """Return torch's settings that a capture has baked in."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -170,7 +170,7 @@ def torch_settings() -> tuple[Any, ...]:
 
 
 def is_observed() -> bool:
-    """Tell whether modes, hooks or anomaly detection observe every operation: a launch would bypass them."""
+    """Tell whether modes, hooks or anomaly detection observe every operation: a replay would bypass them."""
     return (
         any(not isinstance(m, DeviceContext) for m in function_modes())
         or num_dispatch_modes() > 0
@@ -184,14 +184,14 @@ def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False, others: 
     """Say where there is Python code that a replay wouldn't run; hooks of forward may be part of what is proven."""
     tables = [table for table in HOOKS if not are_proven or table not in FORWARD_HOOKS]
     if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
-        return "there are hooks on all modules, which a recording wouldn't call"
+        return "there are hooks on all modules, which a capture wouldn't call"
     for root in (*roots, None):
         for name, m in (("", m) for m in others) if root is None else root.named_modules():
             if any(getattr(m, table, None) for table in tables):
-                return f"module {name or type(m).__name__!r} has hooks, which a recording wouldn't call"
+                return f"module {name or type(m).__name__!r} has hooks, which a capture wouldn't call"
         for name, p in () if root is None else root.named_parameters():
             if has_hooks(p):
-                return f"parameter {name} has hooks, which a recording wouldn't call"
+                return f"parameter {name} has hooks, which a capture wouldn't call"
     return None
 
 

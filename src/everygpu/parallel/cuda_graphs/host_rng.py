@@ -1,4 +1,4 @@
-"""Random numbers that the host draws or reads: a recording would repeat them, or can't have them in it."""
+"""Random numbers that the host draws or reads: a capture would repeat them, or can't have them in it."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from everygpu.torch_private.core import TorchDispatchMode, tree_flatten
 
 
 class DrawGate:
-    """Keeps threads that load batches apart from recordings: both may draw from the process's generators."""
+    """Keeps threads that load batches apart from captures: both may draw from the process's generators."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -22,7 +22,7 @@ class DrawGate:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw within, beside others, once no recording goes on."""
+        """Draw within, beside others, once no capture goes on."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_alone)
             self._num_drawing += 1
@@ -117,7 +117,7 @@ class IdleDraws(TorchDispatchMode):
 
 
 def draw_idly(num: int) -> None:
-    """Draw as ``torch.rand([])`` does, so that what is drawn next is as in a step that is not recorded."""
+    """Draw as ``torch.rand([])`` does, so that what is drawn next is as in a step that is not captured."""
     for _ in range(num):
         torch.rand((), device="cpu")
 
@@ -130,7 +130,7 @@ def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     """Have cuDNN draw the seed of recurrent layers' dropout now, where it has yet to.
 
     It does so in the first call after a generator's state was set, by reading a random number back from the GPU, which
-    can't be recorded. Dynamo sets the state, and so does a launch.
+    can't be captured. Dynamo sets the state, and so does a replay.
 
     Source: ``get_dropout_state`` in PyTorch's ``aten/src/ATen/native/cudnn/RNN.cpp``.
     """

@@ -1,4 +1,4 @@
-"""CUDA graphs over several devices, one capture at a time in a process, and work that is recorded beside a backward."""
+"""CUDA graphs over several devices, one capture at a time in a process, and work that is captured beside a backward."""
 
 import contextlib
 import functools
@@ -89,8 +89,8 @@ CAPTURE_LOCK = CaptureLock()
 
 T = TypeVar("T")
 
-_STREAM = "recording"
-"""Names the stream of each GPU that work is recorded on."""
+_STREAM = "capture"
+"""Names the stream of each GPU that work is captured on."""
 
 
 def is_capturing() -> bool:
@@ -102,12 +102,12 @@ class MultiGpuGraph:
     """One CUDA graph over several GPUs.
 
     What it holds may copy between them. Dependencies between GPUs are events, not spinning kernels, so one thread
-    launches it in one call and can't deadlock as collectives can. Memory that is allocated while recording stays the
+    replays it in one call and can't deadlock as collectives can. Memory that is allocated while capturing stays the
     graph's, at the same addresses.
 
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
-        records one device.
+        captures one device.
     """
 
     def __init__(self, devices: Sequence[torch.device], pool: Any = None) -> None:
@@ -116,10 +116,10 @@ class MultiGpuGraph:
         self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []
         self.has_replaced_generators = False
-        """A recording that failed has broken torch's random generators: earlier graphs refer to the old ones."""
+        """A capture that failed has broken torch's random generators: earlier graphs refer to the old ones."""
 
-    def record(self, function: Callable[[], T]) -> T:
-        """Call a function; what it queues on the devices is recorded, and not run.
+    def capture(self, function: Callable[[], T]) -> T:
+        """Call a function; what it queues on the devices is captured, and not run.
 
         One thread at a time may do so; see ``CaptureLock``. The function has run before, so that libraries are loaded;
         it may use threads, and streams beside the current ones; but memory is the graph's only where it is made on the
@@ -129,7 +129,7 @@ class MultiGpuGraph:
         self._random = [_RandomState(d) for d in self._devices[1:]]
         comm.connect(self._devices)
         return_memory(self._devices)
-        with on_recording_streams(self._devices):
+        with on_capture_streams(self._devices):
             self._begin()
             try:
                 result = function()
@@ -144,15 +144,15 @@ class MultiGpuGraph:
         return result
 
     def next(self) -> "MultiGpuGraph":
-        """Make a graph for what comes after this one, in the same memory: they are launched in turn.
+        """Make a graph for what comes after this one, in the same memory: they are replayed in turn.
 
-        Tensors that the second reads must be referenced while it is recorded.
+        Tensors that the second reads must be referenced while it is captured.
         """
         return MultiGpuGraph(self._devices, self._pool)
 
     def may_replay(self) -> contextlib.AbstractContextManager[bool]:
-        """Have what is launched within find fresh random numbers; False where another thread is recording: before torch
-        2.13 none can be drawn then, and a recording that draws none is known as such only after its first launch.
+        """Have what is replayed within find fresh random numbers; False where another thread is capture: before torch
+        2.13 none can be drawn then, and a capture that draws none is known as such only after its first replay.
         """
         return CAPTURE_LOCK.taken(captures=False) if self._random else contextlib.nullcontext(True)
 
@@ -166,7 +166,7 @@ class MultiGpuGraph:
             state.fill()
         for stream in others:
             home.wait_stream(stream)
-        with running("launch of a recording", self._devices[0]):
+        with running("replay of a capture", self._devices[0]):
             self._graph.replay()
         for stream in others:
             stream.wait_stream(home)
@@ -197,7 +197,7 @@ class MultiGpuGraph:
         self._stop_allocating(self._devices[1:])
 
     def _abandon(self) -> None:
-        """Leave everything as it was before the recording, which CUDA may have declared invalid."""
+        """Leave everything as it was before the capture, which CUDA may have declared invalid."""
         try:
             self._join()
             self._graph.capture_end()
@@ -212,7 +212,7 @@ class MultiGpuGraph:
         return_memory(self._devices)
 
     def _replace_generators(self) -> None:
-        """Replace generators that torch takes to be recording still."""
+        """Replace generators that torch takes to be capture still."""
         for d in self._devices:
             generator = torch.cuda.default_generators[d.index]
             generator.graphsafe_set_state(generator.clone_state())
@@ -227,7 +227,7 @@ class MultiGpuGraph:
 class _RandomState:
     """The place where one GPU's kernels in a graph find their generator's state.
 
-    Launching a graph, torch fills it on the GPU's own stream, which the graph, launched on the first GPU's, doesn't
+    Replaying a graph, torch fills it on the GPU's own stream, which the graph, replayed on the first GPU's, doesn't
     wait for. So the same values are put there before: a small graph of the GPU's own has torch do so.
     """
 
@@ -250,17 +250,17 @@ class _RandomState:
         self._generator.set_offset(self._before)
 
     def is_used(self) -> bool:
-        """Tell whether the graph that was launched after ``fill`` draws random numbers."""
+        """Tell whether the graph that was replayed after ``fill`` draws random numbers."""
         return self._generator.get_offset() != self._before
 
 
 @contextlib.contextmanager
-def on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Queue what is launched within on the streams that work is recorded on, in turn with what is around it.
+def on_capture_streams(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Queue what is launched within on the streams that work is captured on, in turn with what is around it.
 
-    Autograd runs a node on the stream that its forward was on: going backward through what was recorded, it would not
+    Autograd runs a node on the stream that its forward was on: going backward through what was captured, it would not
     wait for gradients that are still to come on other streams, of devices after the first. And when it begins to
-    record, torch queues there what resets its random generators' memory.
+    capture, torch queues there what resets its random generators' memory.
     """
     pairs = [(torch.cuda.current_stream(d), kept_stream(d, _STREAM)) for d in devices if d.type == "cuda"]
     for around, within in pairs:
@@ -307,9 +307,9 @@ Register = Callable[[Tensor, Callable[[Tensor], None]], RemovableHandle]
 
 
 class ReadyEvents:
-    """The moments of a backward, while it is recorded, at which each replica has all gradients of a group.
+    """The moments of a backward, while it is captured, at which each replica has all gradients of a group.
 
-    A recording knows dependencies, not the order of calls: work on the groups is queued after the backward, and
+    A capture knows dependencies, not the order of calls: work on the groups is queued after the backward, and
     depends on these moments only.
     """
 
@@ -367,7 +367,7 @@ class ReadyEvents:
                     stream.wait_event(self._ready.get((group, replica), event))
             with queueing_on_each(self._devices, streams):
                 works[group]()
-        for d in self._devices if works else ():  # a stream that has waited for nothing is no part of the recording
+        for d in self._devices if works else ():  # a stream that has waited for nothing is no part of the capture
             for stream in streams:
                 torch.cuda.current_stream(d).wait_stream(stream)
 

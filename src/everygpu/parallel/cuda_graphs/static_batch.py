@@ -1,4 +1,4 @@
-"""A batch at fixed addresses, for work that is recorded once and run on many batches."""
+"""A batch at fixed addresses, for work that is captured once and run on many batches."""
 
 import itertools
 from collections import UserDict

@@ -1,4 +1,4 @@
-"""A module's trainable parameters on their way to all devices within a recording, and their gradients' way back.
+"""A module's trainable parameters on their way to all devices within a capture, and their gradients' way back.
 
 Kernels find each parameter and gradient where it is in memory, block by block.
 """
@@ -39,13 +39,13 @@ def has_kernels(devices: Sequence[torch.device]) -> bool:
 
 
 def why_not_sent(params: Sequence[Tensor], devices: Sequence[torch.device]) -> str | None:
-    """Say why parameters can't be sent between devices in a recording; on one device nothing is sent."""
+    """Say why parameters can't be sent between devices in a capture; on one device nothing is sent."""
     if len(devices) == 1:
         return None
     if not has_kernels(devices):
-        return "recordings over several GPUs need Triton"
+        return "captures over several GPUs need Triton"
     odd = next((p.dtype for p in params if _as_real(p.detach()).dtype not in DTYPES), None)
-    return None if odd is None else f"recordings over several GPUs have no kernels for parameters of {odd}"
+    return None if odd is None else f"captures over several GPUs have no kernels for parameters of {odd}"
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -138,7 +138,7 @@ def add_blocks(
 class GradTables:
     """Tables of the addresses of replicas' gradients on ``sources``, for each of ``readers``, which has a chunk.
 
-    They are filled after the recording, whose memory stays where it is; ``missing`` is where there is no gradient.
+    They are filled after the capture, whose memory stays where it is; ``missing`` is where there is no gradient.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class GradTables:
         return any(t is not grads[i] for i, t in taken.items())
 
     def write(self) -> None:
-        """Fill the tables, which in a recording would be part of each launch; and let go of the gradients, whose memory
-        the recording keeps.
+        """Fill the tables, which in a capture would be part of each replay; and let go of the gradients, whose memory
+        the capture keeps.
         """
         for rank, (table, missing) in enumerate(zip(self.tables, self._missing)):
             table.copy_(torch.stack([block_addresses(self._plan, rank, grads, missing) for grads in self._grads]))
@@ -203,7 +203,7 @@ class ParamGroup:
         self._slots = [[v.data for v in self._views(flat)] for flat in flats]
         self.twins = [make_twins(originals, slots) for slots in self._slots]
         self.copied = None if has_kernels(devices) and plan.dtype in DTYPES else plan.make_flat(devices[0])
-        """Where each launch puts the sums, without kernels."""
+        """Where each replay puts the sums, without kernels."""
         self.lengths = [block_lengths(plan, rank).to(d) for rank, d in enumerate(self.workers)]
         self.zeros = [torch.zeros(BLOCK_NUMEL, dtype=plan.dtype, device=d) for d in self.workers]
         """Read in place of gradients that there are none of."""
@@ -220,10 +220,10 @@ class ParamGroup:
         self._total: Tensor | None = None
 
     def leaves(self) -> list[list[Tensor]]:
-        """Return for each device what a recording takes gradients of.
+        """Return for each device what a capture takes gradients of.
 
         On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
-        autograd accumulates the parameters' gradients on streams that are none of the recording's.
+        autograd accumulates the parameters' gradients on streams that are none of the capture's.
         """
         return [new_leaves(self.originals), *self.twins]
 
@@ -242,7 +242,7 @@ class ParamGroup:
             send_blocks(self.plan, self.workers, self._sources, self.lengths, self._targets)
 
     def make_room(self) -> int:
-        """Before a launch, make memory for its sums on the current stream; return its address."""
+        """Before a replay, make memory for its sums on the current stream; return its address."""
         self._total = self.copied
         if self._total is None:
             self._total = torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.devices[0])
@@ -260,7 +260,7 @@ class ParamGroup:
 
 
 class GradReducer:
-    """Adds a group's gradients up in one recording, where backward has left them: its memory stays where it is."""
+    """Adds a group's gradients up in one capture, where backward has left them: its memory stays where it is."""
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
@@ -281,7 +281,7 @@ class GradReducer:
         return [j for j, is_made in enumerate(are_made) if is_made or self._group.originals[0].is_complex()]
 
     def run(self) -> None:
-        """Queue the additions on the current streams, without making memory there: see ``MultiGpuGraph.record``."""
+        """Queue the additions on the current streams, without making memory there: see ``MultiGpuGraph.capture``."""
         group = self._group
         if group.copied is not None:
             if any(g is None for g in self._copied):
@@ -292,7 +292,7 @@ class GradReducer:
         add_blocks(group.plan, group.workers, tables, group.lengths, group.rooms, index=group.index, first=first)
 
     def finish(self) -> None:
-        """After the recording, before its first launch: do what couldn't be part of it, and let go of the gradients."""
+        """After the capture, before its first replay: do what couldn't be part of it, and let go of the gradients."""
         self._sources.write()
         self._copied = []
 
@@ -337,11 +337,11 @@ class ParameterSync:
         synchronize_streams(self._devices)
 
     def make_reducers(self) -> list[GradReducer]:
-        """Make what adds gradients up in one recording, for each group, before it begins."""
+        """Make what adds gradients up in one capture, for each group, before it begins."""
         return [GradReducer(group) for group in self.groups]
 
     def make_room(self) -> None:
-        """Before a launch, make memory for its sums, which will be the user's."""
+        """Before a replay, make memory for its sums, which will be the user's."""
         places = torch.tensor([b.make_room() for b in self.groups], dtype=torch.int64, device="cpu")
         on_gpus = self._devices[0].type == "cuda"
         places = places.pin_memory() if on_gpus else places
@@ -351,7 +351,7 @@ class ParameterSync:
 
     @torch.no_grad()
     def _load_kernels(self) -> None:
-        """Run everything once: kernels are compiled and loaded now, as while recording that may be forbidden."""
+        """Run everything once: kernels are compiled and loaded now, as while capturing that may be forbidden."""
         self.send()
         self.make_room()
         for group, total in zip(self.groups, self.make_reducers()):

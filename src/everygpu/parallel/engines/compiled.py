@@ -33,7 +33,7 @@ class CompiledReplicas(Engine):
     """Compiled counterparts of the replicas, made at their first call, with the options of a module that its user has
     compiled. Where compiling fails, workers run them; with ``fullgraph=True`` it is an error.
 
-    CUDA graphs are not torch's here, which has one for each replica: a recording has one of all.
+    CUDA graphs are not torch's here, which has one for each replica: a capture has one of all.
     """
 
     compiles = True

@@ -29,7 +29,7 @@ class EngineContext:
     spec: Callable[[], ScatterSpec]
     """Gives how batches are cut from now on."""
     options: Callable[[], tuple[Any, ...]]
-    """Gives the wrapper's options that a recording depends on."""
+    """Gives the wrapper's options that a capture depends on."""
     run: RunOn
     """Scatters a call, and applies replicas to the shards."""
     make_replicas: Callable[[Callable[[], Leaves] | None], ReplicaSet]
@@ -48,8 +48,8 @@ class Engine(Protocol):
 
     compiles: bool = False
     """Whether it runs compiled counterparts of the replicas."""
-    launches: bool = False
-    """Whether calls go through ``launch`` and replicas even on one device."""
+    replays: bool = False
+    """Whether calls go through ``replay`` and replicas even on one device."""
 
     @property
     def in_use(self) -> str:
@@ -57,10 +57,10 @@ class Engine(Protocol):
         ...
 
     def stop_capturing(self, reason: str) -> None:
-        """Take note that the caller makes no recordings, either, and why."""
+        """Take note that the caller makes no captures, either, and why."""
         return
 
-    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
         """Run a whole call in the engine's own way; None to have it scattered and run by ``run``."""
         return None
 
@@ -86,6 +86,6 @@ class Engine(Protocol):
         """End the threads, and whatever else the engine keeps running."""
 
 
-def may_launch() -> bool:
-    """Tell whether a call may be launched as a whole: one with gradients, that torch.compile doesn't trace."""
+def may_replay() -> bool:
+    """Tell whether a call may be replayed as a whole: one with gradients, that torch.compile doesn't trace."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -27,7 +27,7 @@ Combine = Callable[[list[Any]], list[Any]]
 _replica_context: ContextVar["tuple[ReplicaScheduler, int] | None"] = ContextVar("everygpu_replica", default=None)
 
 _forward_backward_id: ContextVar[int] = ContextVar("everygpu_forward_backward", default=NO_BACKWARD)
-"""The backward within which the present forward has begun: a checkpoint's, or a recording's, may run a whole one."""
+"""The backward within which the present forward has begun: a checkpoint's, or a capture's, may run a whole one."""
 
 
 def is_recomputing() -> bool:

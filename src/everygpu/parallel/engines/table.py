@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from everygpu.keys import compiled_original
+from everygpu.parallel.engines.captured import CapturedReplicas
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext
-from everygpu.parallel.engines.recorded import RecordedReplicas
 from everygpu.parallel.engines.threads import Workers
 
 
@@ -22,12 +22,12 @@ def _eager(context: EngineContext) -> Engine:
     return _threads(context) if compiled_original(context.module()) is None else _compiled(context)
 
 
-def _recorded(context: EngineContext) -> Engine:
-    return RecordedReplicas(context, _eager(context))
+def _captured(context: EngineContext) -> Engine:
+    return CapturedReplicas(context, _eager(context))
 
 
 def can_gain(context: EngineContext) -> bool:
-    """Tell whether recordings may be faster: not on the CPU, nor than one module that its user has compiled. Over ranks
+    """Tell whether captures may be faster: not on the CPU, nor than one module that its user has compiled. Over ranks
     there are none, for the hooks that add gradients up.
     """
     is_users = len(context.devices) == 1 and compiled_original(context.module()) is not None
@@ -36,7 +36,7 @@ def can_gain(context: EngineContext) -> bool:
 
 def _auto(context: EngineContext) -> Engine:
     eager = _eager(context)
-    return RecordedReplicas(context, eager, proves=True) if can_gain(context) else eager
+    return CapturedReplicas(context, eager, proves=True) if can_gain(context) else eager
 
 
 _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
@@ -44,7 +44,7 @@ _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
         "auto": _auto,
         "threads": _threads,
         "compile": _compiled,
-        "capture": _recorded,
+        "capture": _captured,
     }
 )
 

@@ -230,7 +230,7 @@ def fresh_casts() -> Iterator[None]:
 
     It keeps them until its outermost context ends, whatever is written to the parameters; and as there is one cache
     for all threads, until any thread leaves autocast, which replicas' do at some time or other. Those that are made
-    within a recording aren't for others, and the recording must not count on those of before.
+    within a capture aren't for others, and the capture must not count on those of before.
     """
     torch.clear_autocast_cache()
     try:

@@ -35,7 +35,7 @@ from everygpu.torch_private.core import (
     without_torch_function,
 )
 
-_ALIAS, _RECORDED = "everygpu_alias", "everygpu_recorded"
+_ALIAS, _CAPTURED = "everygpu_alias", "everygpu_captured"
 
 
 def mark_alias(node: Any, on_watch: Callable[[], None]) -> None:
@@ -43,9 +43,9 @@ def mark_alias(node: Any, on_watch: Callable[[], None]) -> None:
     node.metadata[_ALIAS] = on_watch
 
 
-def mark_recorded(node: Any) -> None:
-    """Say of a node that it is a launch of several outputs, which knows no gradients between them."""
-    node.metadata[_RECORDED] = True
+def mark_captured(node: Any) -> None:
+    """Say of a node that it is a replay of several outputs, which knows no gradients between them."""
+    node.metadata[_CAPTURED] = True
 
 
 def watch_gradient(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -82,9 +82,9 @@ class _Watch:
         self._direct: Tensor | None = None
         self._totals: dict[int, Tensor] = {}
         shards = [_past_aliases(*place) for place in node.next_functions]
-        if any(shard is not None and _RECORDED in shard.metadata for shard, _ in shards):
+        if any(shard is not None and _CAPTURED in shard.metadata for shard, _ in shards):
             raise CallError(
-                f"{name}: this output came from a recorded forward, which knows no gradients between its outputs. "
+                f"{name}: this output came from a captured forward, which knows no gradients between its outputs. "
                 f"Pass engine='threads', or call {name} inside forward."
             )
         node.register_prehook(self._note_direct)

@@ -84,7 +84,7 @@ def mix_weights(a: Sequence[float] | None, b: Sequence[float] | None) -> Sequenc
 
 
 def _fill_alike(numbers: Sequence[float], like: Any) -> Tensor:
-    # A tensor of numbers would be copied from the host, which a recording can't.
+    # A tensor of numbers would be copied from the host, which a capture can't.
     return torch.stack([torch.full_like(x, n) for x, n in zip(like.tensor.unbind(), numbers)])
 
 

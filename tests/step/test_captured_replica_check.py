@@ -1,4 +1,4 @@
-"""Copies are compared between launches of recorded steps, which stay valid."""
+"""Copies are compared between replays of captured steps, which stay valid."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from everygpu.errors import DivergedError
 from tests.faults.warned import warnings
 from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, make_step
-from tests.step.test_capture import Net, num_recordings
+from tests.step.test_capture import Net, num_graphs
 from tests.step.test_train_step import assert_replicas_bit_equal
 
 
@@ -19,7 +19,7 @@ def make(used: list[torch.device], check_every: int) -> Step:
     step = make_step(used, check_every=check_every)
     for _ in range(NUM_BEFORE):
         step(X, Y)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     return step
 
 
@@ -42,10 +42,10 @@ def frozen(step: Step, replica: int) -> Tensor:
 @pytest.mark.parametrize(
     ("find", "replica", "check_every"), [(trainable, 0, 2), (trainable, 1, 1), (frozen, 0, 1), (frozen, 1, 2)]
 )
-def test_a_flip_between_launches(
-    recording: Devices, find: Callable[[Step, int], Tensor], replica: int, check_every: int
+def test_a_flip_between_replays(
+    capturing: Devices, find: Callable[[Step, int], Tensor], replica: int, check_every: int
 ) -> None:
-    used = recording(3)
+    used = capturing(3)
     step = make(used, check_every)
     if check_every == 2:  # the next step compares
         step(X, Y)
@@ -59,8 +59,8 @@ def test_a_flip_between_launches(
     for _ in range(check_every):
         step(X, Y)
     assert step.stats().engine == "capture"
-    assert num_recordings(step) == 1
-    assert step._capture._num_attempts == attempts, "nothing was recorded again"
+    assert num_graphs(step) == 1
+    assert step._capture._num_attempts == attempts, "nothing was captured again"
     assert_replicas_bit_equal(step)
 
 
@@ -78,8 +78,8 @@ class Flipping(Net):
         return found
 
 
-def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recording: Devices) -> None:
-    used = recording(3)
+def test_with_a_check_before_each_update_flips_within_a_replay_are_found(capturing: Devices) -> None:
+    used = capturing(3)
     x = X.clone()
     x[:, 0] = 0
     x[len(x) // len(used) : 2 * len(x) // len(used), 0] = 1
@@ -101,4 +101,4 @@ def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recordi
         step(x, Y)
     assert not lines
     assert step.stats().engine == "capture"
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1

@@ -83,7 +83,7 @@ _MOVES_TENSORS = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "regist
 """``x.data = y`` is the first up to torch 2.13, the second from 2.15 on."""
 _NUMBERS = {bool, int, float, str}
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "arange", "linspace"}
-"""What makes the same values in each call, so that a copy of them may be recorded."""
+"""What makes the same values in each call, so that a copy of them may be captured."""
 
 
 def source_of(node: Any) -> str:
@@ -102,19 +102,19 @@ def is_argument(name: str) -> bool:
 
 
 def reason_in_python(trace: Any) -> str | None:
-    """Name a write to Python's state, which a recording doesn't repeat, or a number that the host draws."""
+    """Name a write to Python's state, which a capture doesn't repeat, or a number that the host draws."""
     if trace.random_calls:
-        return "forward draws a random number on the host, which a recording keeps"
+        return "forward draws a random number on the host, which a capture keeps"
     effects = trace.side_effects
     for variable in modified_variables(effects):
         if is_from_before(variable) and not _kept(effects, variable):
             stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
             where = in_line(stacks[-1] if stacks else [])
-            return f"forward writes to {_written_name(effects, variable)}{where}, which a recording doesn't repeat"
+            return f"forward writes to {_written_name(effects, variable)}{where}, which a capture doesn't repeat"
     if left := open_context_vars(trace):
-        return f"forward leaves the context variable {left[0]} set, which a recording doesn't repeat"
+        return f"forward leaves the context variable {left[0]} set, which a capture doesn't repeat"
     if effects.tensor_hooks:
-        return "forward adds a hook to a tensor, which a recording doesn't repeat"
+        return "forward adds a hook to a tensor, which a capture doesn't repeat"
     return None
 
 
@@ -174,13 +174,13 @@ def reason_in_graph(graph: Any) -> str | None:
     """
     written = (n for n in inputs_of(graph) if is_written(n) and is_argument(source_of(n)))
     if (node := next(written, None)) is not None:
-        return f"forward writes to its argument {plain_name(source_of(node))}: a recording writes to a copy"
+        return f"forward writes to its argument {plain_name(source_of(node))}: a capture writes to a copy"
     home = _home_of(graph)
     checks: list[Callable[[Any], str | None]] = [_value_reason, _call_reason]
     if home != "cpu":
         on_host = (source_of(n) for n in inputs_of(graph) if _is_on_host(n) and source_of(n) != PROBE)
         if (source := next(on_host, None)) is not None:
-            return f"forward reads {plain_name(source)} on the CPU, whose values a recording keeps"
+            return f"forward reads {plain_name(source)} on the CPU, whose values a capture keeps"
         checks.append(_host_reason)
     for node in _calls(graph):
         for check in checks:
@@ -211,7 +211,7 @@ def _call_reason(node: Any) -> str | None:
     if is_higher_order(node.target):
         return None if label in _HIGHER_ORDER else f"calls the higher-order operator {label}, which may need the host"
     if label.split(".")[0] in _MOVES_TENSORS:  # operators' names end with that of their overload
-        return f"calls {label} on a tensor, which a recording doesn't repeat"
+        return f"calls {label} on a tensor, which a capture doesn't repeat"
     home = getattr(node.target, "__module__", None) or "torch"
     if home.startswith(("torch._ops.", "torch.ops.")):
         is_known = home.split(".")[2] in _OPERATORS
@@ -237,8 +237,8 @@ def _value_reason(node: Any) -> str | None:
 
 def _host_reason(node: Any) -> str | None:
     is_probed = any(getattr(arg, "op", "") == "placeholder" and source_of(arg) == PROBE for arg in node.args)
-    is_recorded = is_probed or not _is_on_host(node) or _label(node) in _CONSTANTS
-    return None if is_recorded else f"works on the CPU by {_label(node)}"
+    is_captured = is_probed or not _is_on_host(node) or _label(node) in _CONSTANTS
+    return None if is_captured else f"works on the CPU by {_label(node)}"
 
 
 def _is_on_host(node: Any) -> bool:

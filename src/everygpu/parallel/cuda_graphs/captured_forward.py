@@ -1,4 +1,4 @@
-"""The forward and the backward of all replicas, each recorded as one CUDA graph."""
+"""The forward and the backward of all replicas, each captured as one CUDA graph."""
 
 import functools
 import itertools
@@ -20,20 +20,20 @@ from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets import Grads, Use, replica_bucket_bytes
 from everygpu.parallel.call import PerReplica
+from everygpu.parallel.cuda_graphs.capture import Capturable, Capture
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
-from everygpu.parallel.cuda_graphs.launch import (
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, ReadyEvents
+from everygpu.parallel.cuda_graphs.reached_state import PLAIN
+from everygpu.parallel.cuda_graphs.replay import (
     DIFFERENTIATED_AGAIN,
     OTHER_OUTPUTS,
     OUTPUTS_WATCHED,
     SECOND_BACKWARD,
-    Launch,
+    ForwardGraphs,
     Leaves,
     Opaque,
-    RecordedPass,
+    Replay,
 )
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, ReadyEvents
-from everygpu.parallel.cuda_graphs.reached_state import PLAIN
-from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync, why_not_sent
 from everygpu.parallel.engines.engine import EngineContext
@@ -50,7 +50,7 @@ _ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 
 def find_unsupported_tensor(module: nn.Module) -> str | None:
-    """Name a parameter or buffer that can't be part of a recording."""
+    """Name a parameter or buffer that can't be part of a capture."""
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         if not is_dense(t):
             return f"{name} is no plain dense tensor"
@@ -58,7 +58,7 @@ def find_unsupported_tensor(module: nn.Module) -> str | None:
 
 
 def seal_outputs(outputs: list[Any]) -> list[Any]:
-    """Return outputs of which a launch can make others: in place of objects with tensors in them, ``Opaque``s.
+    """Return outputs of which a replay can make others: in place of objects with tensors in them, ``Opaque``s.
 
     Raises:
         CaptureError: one can't be made anew.
@@ -76,14 +76,14 @@ def _seal(x: Any) -> Any:
         return Opaque(x)
     except Exception as error:
         raise CaptureError(
-            f"DataParallel: outputs must be dense tensors, numbers or strings, or objects of these to be recorded, got "
+            f"DataParallel: outputs must be dense tensors, numbers or strings, or objects of these to be captured, got "
             f"a {type(x).__name__} ({error}). Pass engine='threads'."
         ) from error
 
 
 def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, module: nn.Module) -> None:
     """Refuse an autograd graph that reaches a parameter in whose place leaves were to be used, another tensor whose
-    gradient a launch would lose, a reentrant checkpoint or a sparse gradient.
+    gradient a replay would lose, a reentrant checkpoint or a sparse gradient.
     """
     originals = set(map(id, params))
     known = {id(t) for rows in leaves for row in rows for t in row}
@@ -115,7 +115,7 @@ def _check_leaf(node: Any, originals: Collection[int], known: Collection[int], m
         name = next((f"buffer {name}" for name, b in module.named_buffers() if b is leaf), "another")
         raise CaptureError(
             f"DataParallel: what requires a gradient in forward must be a parameter of the module, got "
-            f"{name} of shape {tuple(leaf.shape)}, whose gradient a recording would lose. Register it in the module as "
+            f"{name} of shape {tuple(leaf.shape)}, whose gradient a capture would lose. Register it in the module as "
             f"an nn.Parameter, or as a part of an nn.Module"
         )
 
@@ -174,7 +174,7 @@ def _nodes(outputs: list[Tensor]) -> set[Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What a recording is made with."""
+    """What a capture is made with."""
 
     leaves: Leaves
     sums: list[GradReducer]
@@ -183,16 +183,16 @@ class _Prepared:
     """Where the first device's leaves were made: other forwards may move the module's parameters elsewhere."""
 
 
-class RecordedForward(Recordable[PerReplica]):
-    """Records a model's forward after a few of a kind, with its backward, and launches both from then on.
+class CapturedForward(Capturable[PerReplica]):
+    """Captures a model's forward after a few of a kind, with its backward, and replays both from then on.
 
-    Outputs and gradients are copied out of the recording's memory, so that users can keep them. Until a launch's
-    backward is over, its activations need that memory: another forward runs eagerly meanwhile. A launch goes backward
-    once, as the forwards before were seen to: where these go backward in several ways, nothing is recorded.
+    Outputs and gradients are copied out of the capture's memory, so that users can keep them. Until a replay's
+    backward is over, its activations need that memory: another forward runs eagerly meanwhile. A replay goes backward
+    once, as the forwards before were seen to: where these go backward in several ways, nothing is captured.
 
     Args:
         context: What the wrapper gives its engine.
-        proves: Record only what Dynamo proves to be the same in a recording.
+        proves: Capture only what Dynamo proves to be the same in a capture.
     """
 
     def __init__(self, context: EngineContext, *, proves: bool = False) -> None:
@@ -207,7 +207,7 @@ class RecordedForward(Recordable[PerReplica]):
         self._used: dict[int, frozenset[int]] = {}
         """The outputs that backwards begin at, by how many there are: a small batch may have fewer replicas."""
         self._refused: str | None = None
-        """Why a recorded backward wouldn't do."""
+        """Why a captured backward wouldn't do."""
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
         self.capture: Capture[PerReplica] = Capture(
@@ -219,25 +219,25 @@ class RecordedForward(Recordable[PerReplica]):
             is_promised=not proves,
             gives_up=proves,
         )
-        """Makes recordings, drops them, and says why no forward will be recorded any more, if so."""
+        """Makes captures, drops them, and says why no forward will be captured any more, if so."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
-        """Run a call by its recording, making one if it is time to; None where it has to run eagerly."""
+        """Run a call by its capture, making one if it is time to; None where it has to run eagerly."""
         use = None if self._use is None else self._use()
-        is_recordable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
-        if not is_recordable or not self._used or (use is not None and not use.is_over):
+        is_capturable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
+        if not is_capturable or not self._used or (use is not None and not use.is_over):
             return None
         return self.capture.run((args, kwargs, ()))
 
     def watch(self, outputs: list[Any]) -> list[Any]:
-        """Return an eager call's outputs, which note how backward goes through them: a recording's will, too.
+        """Return an eager call's outputs, which note how backward goes through them: a capture's will, too.
 
         They are aliases: gradients also reach an output that others were computed from, used or not.
         """
         if not torch.is_grad_enabled() or self.capture.reason is not None:
             return outputs
         num = sum(isinstance(x, Tensor) for _, x in tree.leaves(outputs, "out"))
-        if self.capture.has_recordings and num in self._used:
+        if self.capture.has_graphs and num in self._used:
             return outputs
         used: set[int] = set()
         backwards: set[int] = set()
@@ -260,7 +260,7 @@ class RecordedForward(Recordable[PerReplica]):
             if not isinstance(x, Tensor):
                 return x
             i = next(indices)
-            if not x.requires_grad or x.is_leaf:  # a leaf is the user's own, and no recording returns one
+            if not x.requires_grad or x.is_leaf:  # a leaf is the user's own, and no capture returns one
                 return x
             y = x.view_as(x)
             mark_alias(y.grad_fn, on_watch)
@@ -277,17 +277,17 @@ class RecordedForward(Recordable[PerReplica]):
             self._refused = self._refused or OTHER_OUTPUTS
 
     def refuse(self, reason: str) -> None:
-        """Record no more, as backward goes another way than a recorded one."""
+        """Capture no more, as backward goes another way than a captured one."""
         self._refused = reason
         self.capture.forget()
 
-    # ``Recordable``, for ``Capture``.
+    # ``Capturable``, for ``Capture``.
 
     def roots(self) -> list[nn.Module]:
         return [self._module()]
 
     def state(self) -> Hashable:
-        # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
+        # Dropping captures waits for the GPUs: other streams may not write where earlier ones have yet to read.
         return self._context.options(), tuple(map(current_stream, self._devices))
 
     def others(self) -> list[Any]:
@@ -306,19 +306,19 @@ class RecordedForward(Recordable[PerReplica]):
         fits = self._sync is not None and self._sync.fits(self._trained())
         if self._replicas is None or self._replicas.module is not self._module() or not fits:
             self._replicas = self._context.make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
-        self._replicas.forget()  # frozen parameters are sent now, and no more unless by launches
+        self._replicas.forget()  # frozen parameters are sent now, and no more unless by replays
         self._modules = self._replicas.refresh(range(len(self._devices)))
         leaves = [b.leaves() for b in self.sync.groups]
         homes = [[t.data for t in row[0]] for row in leaves]
         return _Prepared(leaves=leaves, sums=self.sync.make_reducers(), homes=homes)
 
-    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
+    def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> ForwardGraphs:
         draw_seeds(self.roots(), self._devices)
-        found = graph.record(lambda: self._forward(batch, prepared))
+        found = graph.capture(lambda: self._forward(batch, prepared))
         call, outputs = found.call, seal_outputs(list(found))
         assert call is not None  # noqa: S101 - replicas' own outputs know it
         if not isinstance(call.weights, DeviceWeights) and call.weights not in (call.rows, (1,) * len(outputs), None):
-            raise CaptureError("weight= returns numbers, which a recording would keep: return tensors, as mask.sum()")
+            raise CaptureError("weight= returns numbers, which a capture would keep: return tensors, as mask.sum()")
         leaves = [x for _, x in tree.leaves(outputs, "out")]
         slots = [x for x in leaves if isinstance(x, Tensor)]
         if len(slots) not in self._used:
@@ -333,8 +333,8 @@ class RecordedForward(Recordable[PerReplica]):
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
         watched = find_watched(begun, [*kept.values(), *batch.tensors()])
         seeds = [torch.zeros_like(t) for t in begun]
-        backward, grads = self._record_backward(graph, prepared, begun, seeds)
-        return RecordedPass(
+        backward, grads = self._capture_backward(graph, prepared, begun, seeds)
+        return ForwardGraphs(
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
             call=replace(call, args=(), kwargs=(), modules=()),
             slots=[t.detach() for t in slots],
@@ -353,20 +353,20 @@ class RecordedForward(Recordable[PerReplica]):
     def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
 
-    def begin(self, recorded: RecordedPass) -> bool:
+    def begin(self, captured: ForwardGraphs) -> bool:
         if self._replicas is not None:
             self._replicas.send_forgotten()  # an optimizer may have stepped what is frozen here
         return True
 
-    def finish(self, recorded: RecordedPass) -> PerReplica:
-        launch = Launch(recorded, self.refuse)
-        self._use = weakref.ref(launch.use)
-        outputs, call = launch.run(self._devices), replace(recorded.call)
-        if isinstance(call.weights, DeviceWeights):  # in the recording's memory
+    def finish(self, captured: ForwardGraphs) -> PerReplica:
+        replay = Replay(captured, self.refuse)
+        self._use = weakref.ref(replay.use)
+        outputs, call = replay.run(self._devices), replace(captured.call)
+        if isinstance(call.weights, DeviceWeights):  # in the capture's memory
             call.weights = DeviceWeights(call.weights.tensor.clone())
         return PerReplica(outputs, call)
 
-    # What is recorded.
+    # What is captured.
 
     def _trained(self) -> list[Tensor]:
         return [p for p in self._module().parameters() if p.requires_grad]
@@ -377,7 +377,7 @@ class RecordedForward(Recordable[PerReplica]):
 
     @property
     def sync(self) -> ParameterSync:
-        """What moves the parameters, made with the replicas for a recording."""
+        """What moves the parameters, made with the replicas for a capture."""
         assert self._sync is not None  # noqa: S101 - ``prepare`` has made it
         return self._sync
 
@@ -385,7 +385,7 @@ class RecordedForward(Recordable[PerReplica]):
         """Send the parameters and run the replicas, with leaves in place of the first one's."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         if self._proves:
-            self._replicas.forget()  # by each launch frozen parameters are sent, too, as in threads
+            self._replicas.forget()  # by each replay frozen parameters are sent, too, as in threads
         self.sync.send()
         args, kwargs, _ = batch.read()
         groups = list(zip(self.sync.groups, prepared.leaves, prepared.homes))
@@ -396,16 +396,16 @@ class RecordedForward(Recordable[PerReplica]):
             outputs = self._context.run(self._replicas, args, kwargs)
         for _, x in tree.leaves(list(outputs), "out"):
             if isinstance(x, Tensor):
-                denominator_of(x)  # what has to be computed for it is recorded
+                denominator_of(x)  # what has to be computed for it is captured
         return outputs
 
-    def _record_backward(
+    def _capture_backward(
         self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]
     ) -> tuple[MultiGpuGraph, list[list[Grads]]]:
-        """Record the backward from some outputs in the memory of the forward's graph."""
+        """Capture the backward from some outputs in the memory of the forward's graph."""
         backward, leaves, sums = graph.next(), prepared.leaves, prepared.sums
         try:
-            grads = backward.record(lambda: _go_backward(outputs, seeds, leaves, sums, self._devices))
+            grads = backward.capture(lambda: _go_backward(outputs, seeds, leaves, sums, self._devices))
         finally:
             graph.has_replaced_generators |= backward.has_replaced_generators
         for total in sums:
@@ -436,7 +436,7 @@ def _on_gradient(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
 
 
 def _find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
-    """Return the gradients of a recording's leaves, for each bundle and device."""
+    """Return the gradients of a capture's leaves, for each bundle and device."""
     flat = [t for row in leaves for tensors in row for t in tensors]
     each = iter(torch.autograd.grad(outputs, flat, seeds, allow_unused=True))
     grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]

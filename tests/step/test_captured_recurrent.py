@@ -1,4 +1,4 @@
-"""Recurrent layers are recorded, by ``TrainStep`` and in a plain loop, and train as on one device."""
+"""Recurrent layers are captured, by ``TrainStep`` and in a plain loop, and train as on one device."""
 
 import copy
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import everygpu
-from tests.parallel.cuda_graphs.forwards import num_recordings as num_recorded_forwards
+from tests.parallel.cuda_graphs.forwards import num_graphs as num_captured_forwards
 from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
 from tests.step.scenarios import Devices, once
-from tests.step.test_capture import num_recordings
+from tests.step.test_capture import num_graphs
 
 # Where parameters are one after another, they lie in another order than cuDNN's.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
@@ -24,12 +24,12 @@ WAYS = ["step", "capture", "auto"]
 def train(
     net: nn.Module, used: list[torch.device], way: str, num: int = NUM_STEPS, lengths: Sequence[int] = (6,)
 ) -> tuple[list[Tensor], int]:
-    """Train, by ``TrainStep`` or by an engine; return the losses, and how many recordings there are."""
+    """Train, by ``TrainStep`` or by an engine; return the losses, and how many captures there are."""
     model = everygpu.DataParallel(net, used, engine="auto" if way == "step" else way)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if way == "step":
         step = everygpu.TrainStep(model, loss_of, optimizer)
-        return [step(x, y).cpu() for x, y in make_tokens(num, lengths=lengths)], num_recordings(step)
+        return [step(x, y).cpu() for x, y in make_tokens(num, lengths=lengths)], num_graphs(step)
     losses = []
     for x, y in make_tokens(num, lengths=lengths):
         loss = loss_of(model(x), y)
@@ -37,21 +37,21 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.detach().cpu())
-    return losses, num_recorded_forwards(model)
+    return losses, num_captured_forwards(model)
 
 
-def skip_if_never_recorded(used: list[torch.device], way: str) -> None:
+def skip_if_never_captured(used: list[torch.device], way: str) -> None:
     if used[0].type == "cpu" and way == "auto":
-        pytest.skip("replicas on the CPU aren't recorded by default")
+        pytest.skip("replicas on the CPU aren't captured by default")
 
 
 @once
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_is_as_on_one_device(recording: Devices, name: str, way: str) -> None:
-    """Before a recording, weights may move in each forward; a proof leaves that out."""
-    used = recording(2)
-    skip_if_never_recorded(used, way)
+def test_training_is_as_on_one_device(capturing: Devices, name: str, way: str) -> None:
+    """Before a capture, weights may move in each forward; a proof leaves that out."""
+    used = capturing(2)
+    skip_if_never_captured(used, way)
     alone, net = MODELS[name]().to(used[0]), MODELS[name]().to(used[0])
     losses, num = train(net, used, way)
     assert num == 1
@@ -68,10 +68,10 @@ def test_training_is_as_on_one_device(recording: Devices, name: str, way: str) -
 
 @once
 @pytest.mark.parametrize("way", WAYS)
-def test_dropout_and_batches_of_several_lengths(recording: Devices, way: str) -> None:
-    """cuDNN draws a seed for dropout after a generator's state was set, as a proof and each launch do."""
-    used, lengths = recording(2), (6, 4, 8)
-    skip_if_never_recorded(used, way)
+def test_dropout_and_batches_of_several_lengths(capturing: Devices, way: str) -> None:
+    """cuDNN draws a seed for dropout after a generator's state was set, as a proof and each replay do."""
+    used, lengths = capturing(2), (6, 4, 8)
+    skip_if_never_captured(used, way)
     net = LanguageModel(nn.LSTM, num_layers=2, dropout=0.5).to(used[0])
     losses, num = train(net, used, way, 3 * NUM_STEPS, lengths)
     assert num == len(lengths)
@@ -79,8 +79,8 @@ def test_dropout_and_batches_of_several_lengths(recording: Devices, way: str) ->
 
 
 @once
-def test_a_weight_that_is_replaced(recording: Devices) -> None:
-    used = recording(2)
+def test_a_weight_that_is_replaced(capturing: Devices) -> None:
+    used = capturing(2)
     nets: list[Any] = []
     for engine in ("threads", "capture"):
         net = MODELS["GRU"]().to(used[0])
@@ -107,8 +107,8 @@ def put_in_one_storage(net: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_weights_in_one_storage(recording: Devices, num: int, kind: Any) -> None:
-    used = recording(num)
+def test_weights_in_one_storage(capturing: Devices, num: int, kind: Any) -> None:
+    used = capturing(num)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Linear(7, 5))
     alone, net = copy.deepcopy(net).to(used[0]), put_in_one_storage(net.to(used[0]))
@@ -120,6 +120,6 @@ def test_weights_in_one_storage(recording: Devices, num: int, kind: Any) -> None
         optimizer.zero_grad()
         F.cross_entropy(alone(x), y).backward()
         optimizer.step()
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

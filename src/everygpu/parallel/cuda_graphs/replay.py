@@ -1,4 +1,4 @@
-"""One launch of a recorded forward: what it returns, and how it goes backward."""
+"""One replay of a captured forward: what it returns, and how it goes backward."""
 
 import io
 import pickle
@@ -16,7 +16,7 @@ from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync
 from everygpu.parallel.scatter.denominator import note_denominator
-from everygpu.parallel.sharded.functions import mark_recorded
+from everygpu.parallel.sharded.functions import mark_captured
 from everygpu.torch_private.core import are_batched
 
 Leaves = list[list[list[Tensor]]]
@@ -29,7 +29,7 @@ DIFFERENTIATED_AGAIN = "gradients are differentiated again (create_graph=True)"
 
 
 class Opaque:
-    """An output that is no container but has tensors in it, such as a transformer's cache: each launch makes it anew.
+    """An output that is no container but has tensors in it, such as a transformer's cache: each replay makes it anew.
 
     Raises where it can't be pickled, or has a parameter or another kind of tensor in it.
     """
@@ -76,14 +76,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedPass:
+class ForwardGraphs:
     """A forward, and the backward from the outputs that were used."""
 
     outputs: list[Any]
     """Of each replica."""
     call: Call
     slots: list[Tensor]
-    """The tensors in the outputs, in order, then those in ``Opaque``s; they have the values of the last launch."""
+    """The tensors in the outputs, in order, then those in ``Opaque``s; they have the values of the last replay."""
     denominators: dict[int, Tensor]
     """What those are divided by that are means of known targets."""
     num_plain: int
@@ -91,104 +91,104 @@ class RecordedPass:
     differentiable: list[bool]
     """Which of them have gradients."""
     used: tuple[int, ...]
-    """Which of them the recorded backward takes gradients of."""
+    """Which of them the captured backward takes gradients of."""
     seeds: list[Tensor]
     """Where it finds them."""
     sums: list[GradReducer]
-    """What adds the gradients up: the recorded backward uses its memory."""
+    """What adds the gradients up: the captured backward uses its memory."""
     sync: ParameterSync
     """What it was made with; the parameters may have another since."""
     backward: MultiGpuGraph
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
     watched: list[Tensor]
-    """What backward reads, and Python may write between launches."""
+    """What backward reads, and Python may write between replays."""
 
 
-class Launch:
-    """A forward that was launched. It goes backward once, from the outputs that were used in the steps before."""
+class Replay:
+    """A forward that was replayed. It goes backward once, from the outputs that were used in the steps before."""
 
-    def __init__(self, recorded: RecordedPass, refuse: Callable[[str], None]) -> None:
-        self.recorded = recorded
+    def __init__(self, captured: ForwardGraphs, refuse: Callable[[str], None]) -> None:
+        self.captured = captured
         self.use = Use()
         self._record_no_more = refuse
-        self._versions = versions_of(recorded.watched)
-        """How often what is watched had been written at the launch."""
+        self._versions = versions_of(captured.watched)
+        """How often what is watched had been written at the replay."""
 
     def run(self, devices: Sequence[torch.device]) -> list[Any]:
         """Return each replica's outputs in memory of their own, connected to the parameters."""
-        anchor, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
-        if sum(self.recorded.differentiable) > len(devices):  # more than one output of each replica
-            mark_recorded(anchor.grad_fn)
-        for i, total in self.recorded.denominators.items():
+        anchor, *tensors = _ReplayNode.apply(self, devices, *self.captured.sync.params)  # type: ignore[no-untyped-call]
+        if sum(self.captured.differentiable) > len(devices):  # more than one output of each replica
+            mark_captured(anchor.grad_fn)
+        for i, total in self.captured.denominators.items():
             note_denominator(tensors[i], total.clone())
-        num_plain = self.recorded.num_plain
+        num_plain = self.captured.num_plain
         plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
 
         def renew(x: Any) -> Any:
             return next(plain) if isinstance(x, Tensor) else x.make(inside) if isinstance(x, Opaque) else x
 
-        outputs: list[Any] = tree.map_leaves(renew, self.recorded.outputs)
+        outputs: list[Any] = tree.map_leaves(renew, self.captured.outputs)
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the parameters' gradients, given those of the tensors that were returned.
 
         Raises:
-            CaptureError: the backward is another than the recorded one; later steps run in threads.
-            RuntimeError: what backward reads was written since the launch.
+            CaptureError: the backward is another than the captured one; later steps run in threads.
+            RuntimeError: what backward reads was written since the replay.
         """
-        recorded = self.recorded
+        captured = self.captured
         given = {i: g for i, g in enumerate(grads) if g is not None}
         if torch.is_grad_enabled() or are_batched(grads):
             self._refuse(DIFFERENTIATED_AGAIN)
         if self.use.is_over:
             self._refuse(SECOND_BACKWARD)
-        if tuple(given) != recorded.used:
+        if tuple(given) != captured.used:
             self._refuse(OTHER_OUTPUTS)
-        if versions_of(recorded.watched) != self._versions:
+        if versions_of(captured.watched) != self._versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 "parameter, a buffer or an input of the DataParallel module, between its forward and this backward."
             )
-        for seed, grad in zip(recorded.seeds, given.values()):
+        for seed, grad in zip(captured.seeds, given.values()):
             comm.fill(seed, grad)
-        recorded.sync.make_room()
-        with recorded.backward.may_replay() as may_replay:
+        captured.sync.make_room()
+        with captured.backward.may_replay() as may_replay:
             if not may_replay:
                 raise CaptureError(
-                    "DataParallel: another thread is recording, while this backward may draw random numbers for "
-                    "several GPUs. Train one model until it is recorded, then the other, or pass engine='threads'."
+                    "DataParallel: another thread is capture, while this backward may draw random numbers for "
+                    "several GPUs. Train one model until it is captured, then the other, or pass engine='threads'."
                 )
-            recorded.backward.replay()
-        totals = recorded.sync.totals(recorded.reached)
+            captured.backward.replay()
+        totals = captured.sync.totals(captured.reached)
         self.use.is_over = True  # not before: another thread's forward may take the memory at once
         return totals
 
     def _refuse(self, reason: str) -> None:
         self._record_no_more(reason)
         raise CaptureError(
-            f"DataParallel: the forward was launched from a recording, which goes backward once, from the outputs of "
+            f"DataParallel: the forward was replayed from a capture, which goes backward once, from the outputs of "
             f"the steps before, but {reason}. Pass engine='threads'; this model runs so from now on."
         )
 
 
-class _LaunchNode(torch.autograd.Function):
-    """Connects what a launch returns to the parameters."""
+class _ReplayNode(torch.autograd.Function):
+    """Connects what a replay returns to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, launch: Launch, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, replay: Replay, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.launch = launch
+        ctx.replay = replay
         ctx.streams = Streams(*devices)
         # Autograd runs a node where its first output is; see ``_Broadcast``.
         anchor = torch.empty(0, device=devices[0])
-        recorded = launch.recorded
-        found = [t.clone() for t in recorded.slots]
-        ctx.mark_non_differentiable(*(t for t, is_one in zip(found, recorded.differentiable) if not is_one))
+        captured = replay.captured
+        found = [t.clone() for t in captured.slots]
+        ctx.mark_non_differentiable(*(t for t, is_one in zip(found, captured.differentiable) if not is_one))
         return anchor, *found
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         with ctx.streams.current():
-            return None, None, *ctx.launch.backward(grads)
+            return None, None, *ctx.replay.backward(grads)

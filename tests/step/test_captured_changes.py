@@ -1,4 +1,4 @@
-"""What changes between steps is seen by recorded steps as by others."""
+"""What changes between steps is seen by captured steps as by others."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import everygpu
 from everygpu.errors import CallError
 from tests.step.scenarios import Devices, Step, X, Y, adamw, check, make_step, once, train_on
-from tests.step.test_capture import Net, num_recordings
+from tests.step.test_capture import Net, num_graphs
 
 
 class TwoHeads(Net):
@@ -39,15 +39,15 @@ HEADS = ("both", "both", "both", "other", "both", "other", "both", "other", "bot
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 1.0}, {}], ids=str)
 @pytest.mark.parametrize("heads", [("other", "last") * 6 + ("other",) * 6, HEADS], ids=["one of two", "one or both"])
-def test_what_takes_no_part_stays_as_it_is(recording: Devices, options: dict[str, Any], heads: tuple[str]) -> None:
+def test_what_takes_no_part_stays_as_it_is(capturing: Devices, options: dict[str, Any], heads: tuple[str]) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         losses += [step(X, Y, head=head) for head in heads]
 
-    check(recording, scenario, make=TwoHeads, **options)
+    check(capturing, scenario, make=TwoHeads, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
-def test_after_one_step_without_a_head_launches_go_on(recording: Devices, options: dict[str, Any]) -> None:
+def test_after_one_step_without_a_head_replays_go_on(capturing: Devices, options: dict[str, Any]) -> None:
     """Its step count is another one from then on: it is no longer updated as one with the others."""
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
@@ -55,25 +55,25 @@ def test_after_one_step_without_a_head_launches_go_on(recording: Devices, option
         train_on(step, losses, 6, head="both")
         assert step._capture is None or step.stats().engine == "capture"
 
-    check(recording, scenario, make=TwoHeads, first=((X, Y), {"head": "both"}), **options)
+    check(capturing, scenario, make=TwoHeads, first=((X, Y), {"head": "both"}), **options)
 
 
-def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: Devices) -> None:
-    step = make_step(recording(2), TwoHeads)
+def test_kinds_of_batches_that_train_other_parameters_are_captured(capturing: Devices) -> None:
+    step = make_step(capturing(2), TwoHeads)
     for head in ("other", "last") * 6:
         step(X, Y, head=head)
-    assert num_recordings(step) == 2
+    assert num_graphs(step) == 2
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("clip_norm", [None, math.inf])
-def test_a_norm_that_no_launch_computes_is_not_an_older_one(
-    recording: Devices, clip_norm: float | None, count: int
+def test_a_norm_that_no_replay_computes_is_not_an_older_one(
+    capturing: Devices, clip_norm: float | None, count: int
 ) -> None:
     norms = []
     for capture in (False, "auto"):
         torch.manual_seed(0)
-        step = make_step(recording(count), clip_norm=clip_norm, capture=capture)
+        step = make_step(capturing(count), clip_norm=clip_norm, capture=capture)
         for _ in range(8):
             step(X, Y)
         norms.append(step.stats().grad_norm)
@@ -93,40 +93,40 @@ class Early(Net):
         return super().forward(self.early(x) if early else x)
 
 
-def test_an_update_waits_for_a_gradient_that_the_step_before_did_not_have(recording: Devices) -> None:
+def test_an_update_waits_for_a_gradient_that_the_step_before_did_not_have(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         losses += [step(X, Y, early=i % 2 == 0) for i in range(16)]
-        assert step._capture is None or num_recordings(step) == 3
+        assert step._capture is None or num_graphs(step) == 3
 
-    check(recording, scenario, make=Early)
+    check(capturing, scenario, make=Early)
 
 
 @once
-def test_a_method_that_is_overridden_later_is_no_part_of_the_recording(recording: Devices) -> None:
-    used = recording(2)
+def test_a_method_that_is_overridden_later_is_no_part_of_the_capture(capturing: Devices) -> None:
+    used = capturing(2)
     net = Net().to(used[0])
     model = everygpu.DataParallel(net, used)
     step = Step(model, F.cross_entropy, adamw(net))
     for _ in range(6):
         step(X, Y)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     model.gather = model.gather
     with pytest.raises(CallError, match="gather of the DataParallel"):
         step(X, Y)
 
 
-def test_a_write_to_one_parameter(recording: Devices) -> None:
+def test_a_write_to_one_parameter(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(3):
             with torch.no_grad():
                 step.model.module.last.weight.mul_(0.5)
             train_on(step, losses, 1)
-        assert step._capture is None or num_recordings(step) == 1
+        assert step._capture is None or num_graphs(step) == 1
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
-def test_parameters_that_are_moved(recording: Devices) -> None:
+def test_parameters_that_are_moved(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         net = step.model.module
         backup = net.last.weight.data
@@ -134,16 +134,16 @@ def test_parameters_that_are_moved(recording: Devices) -> None:
             net.last.weight.data = value
             train_on(step, losses, 2)
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_what_is_frozen_and_written_after_each_step_is_named(
-    recording: Devices, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+    capturing: Devices, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_ATTEMPTS", 2)
-    net = Net().to(recording(2)[0])
-    step = Step(everygpu.DataParallel(net, recording(2)), F.cross_entropy, adamw(net))
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.capture.MAX_ATTEMPTS", 2)
+    net = Net().to(capturing(2)[0])
+    step = Step(everygpu.DataParallel(net, capturing(2)), F.cross_entropy, adamw(net))
     caplog.set_level(logging.INFO, logger="everygpu")
     for _ in range(24 if is_replaced else 5):
         step(X, Y)
@@ -249,7 +249,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
 
 @once
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_counts(recording: Devices, name: str) -> None:
+def test_what_changes_counts(capturing: Devices, name: str) -> None:
     options, changes = CHANGES[name]
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
@@ -259,11 +259,11 @@ def test_what_changes_counts(recording: Devices, name: str) -> None:
             train_on(step, losses)
 
     loss = options.get("loss", F.cross_entropy)
-    check(recording, scenario, **{**options, "makes_loss": "loss" in options, "loss": loss})
+    check(capturing, scenario, **{**options, "makes_loss": "loss" in options, "loss": loss})
 
 
 @once
-def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
+def test_modes_of_a_module_that_the_loss_uses(capturing: Devices) -> None:
     judge = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
     judge.requires_grad_(False)
 
@@ -279,13 +279,13 @@ def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
         judge.load_state_dict(start)
 
     start = copy.deepcopy(judge.state_dict())
-    device = recording(2)[0]
+    device = capturing(2)[0]
     judge.to(device)
-    check(recording, scenario, loss=loss)
+    check(capturing, scenario, loss=loss)
 
 
 @once
-def test_hooks_on_all_modules(recording: Devices) -> None:
+def test_hooks_on_all_modules(capturing: Devices) -> None:
     calls: list[int] = []
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
@@ -295,7 +295,7 @@ def test_hooks_on_all_modules(recording: Devices) -> None:
         handle.remove()
         assert len(calls) >= 8 * 2 * len(list(step.model.module.modules()))
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 class Counting(TorchFunctionMode):
@@ -309,7 +309,7 @@ class Counting(TorchFunctionMode):
 
 
 @once
-def test_modes_are_asked_at_every_step(recording: Devices) -> None:
+def test_modes_are_asked_at_every_step(capturing: Devices) -> None:
     mode = Counting()
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
@@ -318,13 +318,13 @@ def test_modes_are_asked_at_every_step(recording: Devices) -> None:
             train_on(step, losses, 8)
         assert mode.count == before + 8
         train_on(step, losses, 2)
-        assert step._capture is None or num_recordings(step) == 1
+        assert step._capture is None or num_graphs(step) == 1
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 @once
-def test_saved_tensors_hooks_are_called(recording: Devices) -> None:
+def test_saved_tensors_hooks_are_called(capturing: Devices) -> None:
     packed: list[int] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ def test_saved_tensors_hooks_are_called(recording: Devices) -> None:
                 train_on(step, losses, 1)
                 assert packed
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 def set_default_dtype() -> Callable[[], None]:
@@ -361,7 +361,7 @@ class Making(Net):
 
 @once
 @pytest.mark.parametrize("setting", ["dtype", "conv", "rnn"])
-def test_torch_s_settings_count(recording: Devices, setting: str) -> None:
+def test_torch_s_settings_count(capturing: Devices, setting: str) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         before = step._capture and step._capture._guard_key
         put_back = set_default_dtype() if setting == "dtype" else set_precision(setting)
@@ -371,35 +371,35 @@ def test_torch_s_settings_count(recording: Devices, setting: str) -> None:
             put_back()
         assert before is None or step._capture._guard_key != before
 
-    check(recording, scenario, make=Making)
+    check(capturing, scenario, make=Making)
 
 
 @once
-def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.LONG", 4)
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_ATTEMPTS", 2)
-    step = make_step(recording(2))
+def test_captures_that_served_may_be_followed_by_others(capturing: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.capture.LONG", 4)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.capture.MAX_ATTEMPTS", 2)
+    step = make_step(capturing(2))
     for num_steps, num_expected in ((9, 1), (8, 1), (8, 1), (5, 1), (5, 1), (5, 0)):
         step.model.train(not step.model.training)
         for _ in range(num_steps):
             step(X, Y)
-        assert num_recordings(step) == num_expected
+        assert num_graphs(step) == num_expected
 
 
 @once
-def test_autocast_around_some_steps(recording: Devices) -> None:
+def test_autocast_around_some_steps(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         with torch.autocast(X.device.type if step._home.type == "cpu" else "cuda", torch.bfloat16):
             train_on(step, losses, 6)
         train_on(step, losses, 6)
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 @once
 @pytest.mark.parametrize("count", [1, 2])
-def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: int) -> None:
-    used = recording(count)
+def test_autocast_that_is_left_between_steps_or_not(capturing: Devices, count: int) -> None:
+    used = capturing(count)
     found: dict[Any, list[Tensor]] = {False: [], "auto": []}
     for capture in found:
         for num_steps in (1, 18, 9):  # in each context: the casts of one step are no other's
@@ -408,7 +408,7 @@ def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: i
             while len(losses) < 18:
                 with torch.autocast(used[0].type, torch.bfloat16):
                     train_on(step, losses, num_steps)
-            assert not capture or num_recordings(step) == 1
+            assert not capture or num_graphs(step) == 1
             found[capture].append(torch.stack(losses))
     for first, *others in found.values():
         for losses_of in others:
@@ -424,8 +424,8 @@ class Normalised(Net):
 
 
 @once
-def test_layers_with_hooks_for_state_dicts(recording: Devices) -> None:
-    check(recording, train_on, make=Normalised)
+def test_layers_with_hooks_for_state_dicts(capturing: Devices) -> None:
+    check(capturing, train_on, make=Normalised)
 
 
 class Choosing(Net):
@@ -449,14 +449,14 @@ class Choosing(Net):
 
 @once
 @pytest.mark.parametrize("kind", ["python", "numpy", "numpy-legacy", "torch"])
-def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
-    check(recording, train_on, make=lambda: Choosing(kind), count=1, num=0)
+def test_random_generators_of_modules(capturing: Devices, kind: str) -> None:
+    check(capturing, train_on, make=lambda: Choosing(kind), count=1, num=0)
 
 
-def test_a_recording_makes_no_states(recording: Devices) -> None:
-    """What takes part for the first time while it is recorded has none yet: each launch would make one anew."""
-    step = make_step(recording(1), TwoHeads)
+def test_a_capture_makes_no_states(capturing: Devices) -> None:
+    """What takes part for the first time while it is captured has none yet: each replay would make one anew."""
+    step = make_step(capturing(1), TwoHeads)
     for _ in range(6):
         step(X, Y, head="last")
-    assert not step._strategy._shards.fuses or step._strategy._shards.may_record(step._strategy._touched)
-    assert not step._strategy._shards.may_record(range(len(step._strategy.flat_params.params)))
+    assert not step._strategy._shards.fuses or step._strategy._shards.may_capture(step._strategy._touched)
+    assert not step._strategy._shards.may_capture(range(len(step._strategy.flat_params.params)))

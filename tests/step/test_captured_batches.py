@@ -1,4 +1,4 @@
-"""Batches of recorded steps: their structure, their rows, and what is written into them."""
+"""Batches of captured steps: their structure, their rows, and what is written into them."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import everygpu
 from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
 from tests.step.scenarios import Devices, Step, X, Y, check, make_step, once, train_on
-from tests.step.test_capture import Moving, Net, num_recordings
+from tests.step.test_capture import Moving, Net, num_graphs
 
 
 class Optional(Net):
@@ -22,13 +22,13 @@ class Optional(Net):
 
 
 @once
-def test_empty_containers_count(recording: Devices) -> None:
+def test_empty_containers_count(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         train_on(step, losses, more=[])
         train_on(step, losses, more={})
         train_on(step, losses)
 
-    check(recording, scenario, make=Optional)
+    check(capturing, scenario, make=Optional)
 
 
 class Numbered(Net):
@@ -37,36 +37,36 @@ class Numbered(Net):
 
 
 @once
-def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_never_come_back_take_no_memory(capturing: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_COUNTED", 20)
-    step = make_step(recording(2), Numbered)
+    step = make_step(capturing(2), Numbered)
     for number in range(30):
         step(X, Y, number=number)
     assert len(step._capture._kinds._times) == 20
     for _ in range(4):
         step(X, Y, number=0)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
 
 
 @once
-def test_a_model_that_returns_its_loss(recording: Devices) -> None:
-    used = recording(2)
+def test_a_model_that_returns_its_loss(capturing: Devices) -> None:
+    used = capturing(2)
     net = OwnLoss().to(used[0])
     step = Step(everygpu.DataParallel(net, used), None, torch.optim.SGD(net.parameters(), lr=0.5))
     check_own_loss(net, lambda x: step((x, x)), used[0])
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
 
 
 @once
-def test_a_recording_does_not_keep_the_batch(recording: Devices) -> None:
-    step = make_step(recording(2))
+def test_a_capture_does_not_keep_the_batch(capturing: Devices) -> None:
+    step = make_step(capturing(2))
     refs = []
     for _ in range(6):
         x = X.clone().to(step._home)
         step(x, Y)
         refs.append(weakref.ref(x))
         del x
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     assert not any(ref() is not None for ref in refs)
 
 
@@ -79,13 +79,13 @@ class Many(Net):
 
 
 def each(step: Step, losses: list[Tensor], *batches_of: Any) -> None:
-    """Go through every batch often enough for it to be recorded."""
+    """Go through every batch often enough for it to be captured."""
     for args, kwargs in batches_of:
         losses += [step(*args, **kwargs) for _ in range(6)]
 
 
 @once
-def test_nested_inputs_and_such_without_rows(recording: Devices) -> None:
+def test_nested_inputs_and_such_without_rows(capturing: Devices) -> None:
     half = X * 0.5
     one = ({"x": {"a": (half,), "b": X}}, Y), {}
 
@@ -97,16 +97,16 @@ def test_nested_inputs_and_such_without_rows(recording: Devices) -> None:
         for i in range(6):
             losses.append(step(*one[0], scale=0.5 + i % 2))
 
-    check(recording, scenario, make=Many, first=one)
+    check(capturing, scenario, make=Many, first=one)
 
 
-def test_fewer_rows_than_replicas(recording: Devices) -> None:
+def test_fewer_rows_than_replicas(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         step.model.module.norm.eval()
         each(step, losses, ((X[:1], Y[:1]), {}), ((X[:2], Y[:2]), {}), ((X[:5], Y[:5]), {}), ((X, Y), {}))
 
-    check(recording, scenario)
-    check(recording, scenario, count=4)
+    check(capturing, scenario)
+    check(capturing, scenario, count=4)
 
 
 class Writing(Net):
@@ -119,8 +119,8 @@ class Writing(Net):
 @once
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: bool) -> None:
-    used = recording(count)
+def test_inputs_that_are_written(capturing: Devices, count: int, is_sharded: bool) -> None:
+    used = capturing(count)
     found = []
     for capture in (False, "auto"):
         step = make_step(used, Writing, capture=capture)
@@ -137,70 +137,70 @@ def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: boo
 
 @once
 @pytest.mark.parametrize("split", ["even", [2.0, 1.0], [1.0, 0.0]], ids=str)
-def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
+def test_rows_along_another_dimension(capturing: Devices, split: Any) -> None:
     class Sideways(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.T).T
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         losses += [step(X.T[:, :11], Y[None, :11]) for _ in range(6)]
-        assert step._capture is None or num_recordings(step) == 2
+        assert step._capture is None or num_graphs(step) == 2
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.T, target[0])
 
     wrapper = {"dim": 1, "split": split}
-    check(recording, scenario, make=Sideways, loss=loss, first=((X.T, Y[None]), {}), wrapper=wrapper)
+    check(capturing, scenario, make=Sideways, loss=loss, first=((X.T, Y[None]), {}), wrapper=wrapper)
 
 
 @once
-def test_outputs_that_are_joined(recording: Devices) -> None:
-    check(recording, train_on, wrapper={"gather": "joined"})
+def test_outputs_that_are_joined(capturing: Devices) -> None:
+    check(capturing, train_on, wrapper={"gather": "joined"})
 
 
 @pytest.mark.parametrize(("make", "rows"), [(Net, (4, 5, 6, 7, 9, 12)), (Moving, (4, 5, 12))])
-def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices, make: Any, rows: tuple[int, ...]) -> None:
+def test_kinds_of_batches_in_turn_are_all_captured(capturing: Devices, make: Any, rows: tuple[int, ...]) -> None:
     """Also where forward moves its weights."""
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(6):
             losses += [step(X[:num], Y[:num]) for num in rows]
-        assert step._capture is None or num_recordings(step) == len(rows)
+        assert step._capture is None or num_graphs(step) == len(rows)
 
-    check(recording, scenario, make=make)
+    check(capturing, scenario, make=make)
 
 
 @once
-def test_no_more_kinds_than_may_be_are_recorded(
-    recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_no_more_kinds_than_may_be_are_captured(
+    capturing: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_CAPTURES", 3)
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(5):
             losses += [step(X[:rows], Y[:rows]) for rows in (4, 5, 6, 7)]
-        assert step._capture is None or num_recordings(step) == 3
+        assert step._capture is None or num_graphs(step) == 3
 
-    check(recording, scenario)
+    check(capturing, scenario)
     assert caplog.text.count("batches of some shapes run without CUDA graphs: there are graphs of 3 others.") == 1
 
 
 @once
-def test_captures_that_are_no_longer_used_make_room(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_that_are_no_longer_used_make_room(capturing: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_CAPTURES", 2)
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for several in ((4, 5), (6, 7), (5, 9)):
             for _ in range(8):
                 losses += [step(X[:rows], Y[:rows]) for rows in several]
-            assert step._capture is None or num_recordings(step) == 2
+            assert step._capture is None or num_graphs(step) == 2
             assert step._capture is None or step.stats().engine == "capture"
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 class Sometimes(Net):
-    """Can't be recorded with most numbers of rows."""
+    """Can't be captured with most numbers of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] not in (4, 6):
@@ -210,14 +210,14 @@ class Sometimes(Net):
 
 @once
 @pytest.mark.parametrize("rows", [(6, 8, 12), (6, 8, 12, 7, 9, 10, 4, 5)], ids=["one of three", "six of eight"])
-def test_kinds_that_cannot_be_recorded_leave_the_others(recording: Devices, rows: tuple[int, ...]) -> None:
+def test_kinds_that_cannot_be_captured_leave_the_others(capturing: Devices, rows: tuple[int, ...]) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(6):
             losses += [step(X[:num], Y[:num]) for num in rows]
-        assert step._capture is None or (num_recordings(step) == 2 and step._capture.reason is None)
+        assert step._capture is None or (num_graphs(step) == 2 and step._capture.reason is None)
         assert step._capture is None or step._capture._step._is_beside
 
-    check(recording, scenario, make=Sometimes)
+    check(capturing, scenario, make=Sometimes)
 
 
 class LossInside(nn.Module):
@@ -232,7 +232,7 @@ class LossInside(nn.Module):
 
 
 @once
-def test_models_that_weigh_their_loss_by_labels(recording: Devices) -> None:
+def test_models_that_weigh_their_loss_by_labels(capturing: Devices) -> None:
     labels = Y.clone()
     labels[: len(Y) // 2 - 1] = -100
 
@@ -240,4 +240,4 @@ def test_models_that_weigh_their_loss_by_labels(recording: Devices) -> None:
         losses += [step({"x": X, "labels": labels}) for _ in range(4)]
         assert step._capture is None or step.stats().engine == "capture"
 
-    check(recording, scenario, make=LossInside, loss=None, first=(({"x": X, "labels": labels},), {}))
+    check(capturing, scenario, make=LossInside, loss=None, first=(({"x": X, "labels": labels},), {}))

@@ -1,4 +1,4 @@
-"""``engine="capture"``: launches give what eager replicas give; random programs say so of many more."""
+"""``engine="capture"``: replays give what eager replicas give; random programs say so of many more."""
 
 import gc
 import itertools
@@ -19,19 +19,19 @@ from tests.parallel.cuda_graphs.forwards import (
     Outputs,
     OwnLoss,
     TwoOutputs,
+    captured,
     check,
     check_own_loss,
     loss_of,
     make_batches,
-    num_recordings,
-    recorded,
+    num_graphs,
     train,
 )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_training_is_the_same(recording: Devices, count: int) -> None:
-    check(recording, train, count=count)
+def test_training_is_the_same(capturing: Devices, count: int) -> None:
+    check(capturing, train, count=count)
 
 
 class Odd(nn.Module):
@@ -60,16 +60,16 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(("count", "kernels"), [(3, True), (1, True), (1, False)])
 def test_parameters_of_all_kinds(
-    recording: Devices, monkeypatch: pytest.MonkeyPatch, count: int, kernels: bool
+    capturing: Devices, monkeypatch: pytest.MonkeyPatch, count: int, kernels: bool
 ) -> None:
     if not kernels:  # as where there is no Triton
         monkeypatch.setattr(transfer, "has_kernels", lambda devices: False)
-    check(recording, train, make=Odd, count=count)
+    check(capturing, train, make=Odd, count=count)
 
 
-def test_an_output_is_let_go_before_its_loss(recording: Devices) -> None:
-    """A language model's logits would be hundreds of megabytes, in every step before the recording."""
-    used = recording(1)
+def test_an_output_is_let_go_before_its_loss(capturing: Devices) -> None:
+    """A language model's logits would be hundreds of megabytes, in every step before the capture."""
+    used = capturing(1)
     model = everygpu.DataParallel(nn.Linear(6, 5).to(used[0]), used, engine="capture")
     output = model(torch.randn(4, 6))
     memory = weakref.ref(output.untyped_storage())
@@ -79,7 +79,7 @@ def test_an_output_is_let_go_before_its_loss(recording: Devices) -> None:
     loss.backward()
 
 
-def test_structures(recording: Devices) -> None:
+def test_structures(capturing: Devices) -> None:
     def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
         train(model, optimizer, found)
         (x, _), *_ = make_batches(1)
@@ -91,11 +91,11 @@ def test_structures(recording: Devices) -> None:
         assert output.extra.shape == (12, 1)
         found += [output.best.cpu() + 0, output.extra.detach().cpu() + 0]
 
-    check(recording, scenario, make=TwoOutputs)
+    check(capturing, scenario, make=TwoOutputs)
 
 
-def test_a_model_that_returns_its_loss(recording: Devices) -> None:
-    used = recording(2)
+def test_a_model_that_returns_its_loss(capturing: Devices) -> None:
+    used = capturing(2)
     net = OwnLoss().to(used[0])
     model = everygpu.DataParallel(net, used, engine="capture")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -108,7 +108,7 @@ def test_a_model_that_returns_its_loss(recording: Devices) -> None:
         return loss
 
     check_own_loss(net, learn, used[0])
-    assert num_recordings(model) == 1
+    assert num_graphs(model) == 1
 
 
 class Tagger(nn.Module):
@@ -139,21 +139,21 @@ def train_tagger(used: list[torch.device], weight: Any) -> tuple[everygpu.DataPa
 
 
 @pytest.mark.parametrize("weight", [None, lambda x, labels: (labels >= 0).sum()], ids=["known", "given"])
-def test_losses_are_weighed_by_what_each_batch_says(recording: Devices, weight: Any) -> None:
-    model, losses = train_tagger(recording(2), weight)
+def test_losses_are_weighed_by_what_each_batch_says(capturing: Devices, weight: Any) -> None:
+    model, losses = train_tagger(capturing(2), weight)
     for found, expected in losses:
         torch.testing.assert_close(found, expected)
-    assert num_recordings(model) == 1
+    assert num_graphs(model) == 1
 
 
-def test_weights_that_are_no_tensors_are_not_recorded(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = train_tagger(recording(2), lambda x, labels: 7 + len(x))
-    assert num_recordings(model) == 0
+def test_weights_that_are_no_tensors_are_not_captured(capturing: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = train_tagger(capturing(2), lambda x, labels: 7 + len(x))
+    assert num_graphs(model) == 0
     assert "return tensors, as mask.sum()" in caplog.text
 
 
-def test_results_are_the_users(recording: Devices) -> None:
-    used = recording(2)
+def test_results_are_the_users(capturing: Devices) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="capture")
     params = [p for p in model.parameters() if p.requires_grad and p is not model.module.unused]
     kept = []
@@ -161,7 +161,7 @@ def test_results_are_the_users(recording: Devices) -> None:
         output = model(x)
         grads = torch.autograd.grad(output.square().mean(), params)
         kept.append((output, output.detach().clone(), grads, [g.clone() for g in grads]))
-    assert num_recordings(model) == 1
+    assert num_graphs(model) == 1
     for output, values, grads, copies in kept:
         torch.testing.assert_close(output, values, rtol=0, atol=0)
         assert all(map(torch.equal, grads, copies))
@@ -176,8 +176,8 @@ class Inner(Net):
 
 
 @pytest.mark.parametrize("retains", [False, True])
-def test_gradients_between_outputs(recording: Devices, retains: bool) -> None:
-    used = recording(2)
+def test_gradients_between_outputs(capturing: Devices, retains: bool) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Inner().to(used[0]), used, engine="capture")
     for x, y in make_batches(NUM_STEPS):
         h, scores = model(x)
@@ -185,36 +185,36 @@ def test_gradients_between_outputs(recording: Devices, retains: bool) -> None:
             h.retain_grad()
         loss_of(scores, y).backward()
         assert not retains or everygpu.parallel.gather(h.grad).count_nonzero()
-    assert num_recordings(model) == (not retains)
+    assert num_graphs(model) == (not retains)
     if not retains:
         h, _ = model(make_batches(1)[0][0])
         with pytest.raises(CallError, match="engine='threads'"):
             h.retain_grad()
 
 
-def test_a_graph_that_is_dropped(recording: Devices) -> None:
-    model = recorded(recording)
-    launches = []
+def test_a_graph_that_is_dropped(capturing: Devices) -> None:
+    model = captured(capturing)
+    replays = []
     for x, _ in make_batches(NUM_STEPS):
         model(x)  # what it returns has been dropped when the next one begins
-        launches.append(model._engine.recorder._use)
-    assert all(a is not b for a, b in itertools.pairwise(launches)), "each has been launched"
+        replays.append(model._engine.captured_forward._use)
+    assert all(a is not b for a, b in itertools.pairwise(replays)), "each has been replayed"
 
 
-def test_forwards_without_a_backward_are_not_recorded(recording: Devices) -> None:
-    used = recording(2)
+def test_forwards_without_a_backward_are_not_captured(capturing: Devices) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="capture")
     for x, _ in make_batches(NUM_STEPS):
         model(x)
-    assert num_recordings(model) == 0
+    assert num_graphs(model) == 0
     for x, y in make_batches(NUM_STEPS):  # nobody knew where their backward begins
         loss_of(model(x), y).backward()
-    assert num_recordings(model) == 1
+    assert num_graphs(model) == 1
     assert model.module.first.weight.grad is not None
 
 
-def test_parameters_written_before_the_backward(recording: Devices) -> None:
-    model = recorded(recording)
+def test_parameters_written_before_the_backward(capturing: Devices) -> None:
+    model = captured(capturing)
     ((x, y),) = make_batches(1)
     value = loss_of(model(x), y)
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_parameters_written_before_the_backward(recording: Devices) -> None:
     value.backward()
 
 
-def test_edits_are_seen(recording: Devices) -> None:
+def test_edits_are_seen(capturing: Devices) -> None:
     def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
         net = model.module
         with torch.no_grad():
@@ -246,11 +246,11 @@ def test_edits_are_seen(recording: Devices) -> None:
         net.last.weight.data = net.last.weight.data.clone()
         train(model, optimizer, found)
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
-def test_dropout_is_drawn_anew(recording: Devices) -> None:
-    used = recording(2)
+def test_dropout_is_drawn_anew(capturing: Devices) -> None:
+    used = capturing(2)
     model = everygpu.DataParallel(Net(dropout=0.5).to(used[0]), used, engine="capture")
     (x, _), *_ = make_batches(1)
     outputs = [model(x).detach().cpu() + 0 for _ in range(NUM_STEPS)]

@@ -1,4 +1,4 @@
-"""States, gradients and groups of recorded steps."""
+"""States, gradients and groups of captured steps."""
 
 import copy
 from pathlib import Path
@@ -12,21 +12,21 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, make_step, train_on
-from tests.step.test_capture import Net, num_recordings
+from tests.step.test_capture import Net, num_graphs
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "fp16"}], ids=str)
-def test_states_that_are_saved_and_loaded(recording: Devices, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_states_that_are_saved_and_loaded(capturing: Devices, tmp_path: Path, options: dict[str, Any]) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         parts = {"model": step.model, "optimizer": step.optimizer, "step": step}
-        place = tmp_path / f"recorded-{step._capture is not None}"
+        place = tmp_path / f"captured-{step._capture is not None}"
         everygpu.save(place, **parts)
         train_on(step, losses, 6)
         everygpu.load(place, **parts)
         train_on(step, losses, 6)
         assert losses[-1].item() == pytest.approx(losses[-7].item(), rel=1e-4)
 
-    check(recording, scenario, **options)
+    check(capturing, scenario, **options)
 
 
 class Refusing(Net):
@@ -39,18 +39,18 @@ class Refusing(Net):
         return h
 
 
-def test_exceptions_in_between(recording: Devices) -> None:
+def test_exceptions_in_between(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(5):
             with pytest.raises(ValueError, match="two rows"):
                 step(X[:4], Y[:4])
             train_on(step, losses, 2)
 
-    check(recording, scenario, make=Refusing)
-    check(recording, scenario, make=Refusing, accumulate=2)
+    check(capturing, scenario, make=Refusing)
+    check(capturing, scenario, make=Refusing, accumulate=2)
 
 
-def test_groups_that_are_edited(recording: Devices) -> None:
+def test_groups_that_are_edited(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         net, optimizer = step.model.module, step.optimizer
         group = optimizer.param_groups[0]
@@ -69,12 +69,12 @@ def test_groups_that_are_edited(recording: Devices) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         train_on(step, losses, 2)
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["unfrozen", "added"])
-def test_layers_that_are_unfrozen_are_recorded_again(recording: Devices, is_new: bool) -> None:
-    used = recording(2)
+def test_layers_that_are_unfrozen_are_captured_again(capturing: Devices, is_new: bool) -> None:
+    used = capturing(2)
     net = Net().to(used[0])
     net.first.requires_grad_(False)
     net.unused.requires_grad_(False)
@@ -87,10 +87,10 @@ def test_layers_that_are_unfrozen_are_recorded_again(recording: Devices, is_new:
     if is_new:
         optimizer.add_param_group({"params": net.first.parameters()})
     train_on(step, losses)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
 
 
-def test_flushes_and_another_number_of_batches(recording: Devices) -> None:
+def test_flushes_and_another_number_of_batches(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for num in (1, 2, 3, 4):
             train_on(step, losses, num)
@@ -100,10 +100,10 @@ def test_flushes_and_another_number_of_batches(recording: Devices) -> None:
         step.clip_norm = 0.01
         train_on(step, losses, 6)
 
-    check(recording, scenario, accumulate=3)
+    check(capturing, scenario, accumulate=3)
 
 
-def test_two_steps_on_one_model(recording: Devices) -> None:
+def test_two_steps_on_one_model(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         other = Step(step.model, nn.MSELoss(), step.optimizer, capture="auto" if step._capture else False)
         target = torch.zeros(len(X), 5)
@@ -111,10 +111,10 @@ def test_two_steps_on_one_model(recording: Devices) -> None:
             train_on(step, losses, num)
             losses += [other(X, target) for _ in range(num)]
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
-def test_gradients_and_models_of_the_user(recording: Devices) -> None:
+def test_gradients_and_models_of_the_user(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         net = step.model.module
         F.cross_entropy(net(X.to(step._home)), Y.to(step._home)).backward()
@@ -126,7 +126,7 @@ def test_gradients_and_models_of_the_user(recording: Devices) -> None:
         losses.append(step.evaluate(X, Y).loss)
         train_on(step, losses, 2)
 
-    check(recording, scenario)
+    check(capturing, scenario)
 
 
 class Joining(Net):
@@ -155,23 +155,23 @@ class Recurring(Net):
 
 
 @pytest.mark.parametrize("make", [Joining, Recurring])
-def test_gradients_that_are_not_aligned_or_come_bit_by_bit(recording: Devices, make: Any) -> None:
-    check(recording, train_on, make=make)
+def test_gradients_that_are_not_aligned_or_come_bit_by_bit(capturing: Devices, make: Any) -> None:
+    check(capturing, train_on, make=make)
 
 
-def test_graphs_of_before_notice_the_update(recording: Devices) -> None:
-    step = make_step(recording(2))
+def test_graphs_of_before_notice_the_update(capturing: Devices) -> None:
+    step = make_step(capturing(2))
     for _ in range(NUM_BEFORE):
         step(X, Y)
     output = step.model.module(X.to(step._home))
     step(X, Y)
-    assert num_recordings(step) == 1
+    assert num_graphs(step) == 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 
-def test_a_sharded_optimizer_and_its_scheduler(recording: Devices) -> None:
-    used = recording(2)
+def test_a_sharded_optimizer_and_its_scheduler(capturing: Devices) -> None:
+    used = capturing(2)
     found = []
     for capture in (False, "auto"):
         net = Net().to(used[0])
@@ -182,7 +182,7 @@ def test_a_sharded_optimizer_and_its_scheduler(recording: Devices) -> None:
         for _ in range(12):
             losses.append(step(X, Y))
             schedule.step()
-        assert not capture or num_recordings(step) == 1
+        assert not capture or num_graphs(step) == 1
         optimizer.step()  # without gradients it does nothing, but brings the state here
         found.append(torch.stack([*losses, *(step(X, Y) for _ in range(6))]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""When a step is recorded as a CUDA graph, and when the recording may be launched in its place."""
+"""When a step is captured as a CUDA graph, and when the capture may be replayed in its place."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ from torch import nn
 from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.keys import compiled_original
-from everygpu.parallel.compiler.recordable_graph import innermost
+from everygpu.parallel.compiler.capturable_graph import innermost
 from everygpu.parallel.compiler.whole_graph import WholeGraph
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
@@ -45,8 +45,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 ForwardProof = Callable[[], bool]
-"""The proof behind one recording tells whether all that forward reads is as it was, beside its arguments, which the
-recording knows by kind, and torch's settings, which ``Capture`` guards. Replicas do with their rows what the first one
+"""The proof behind one capture tells whether all that forward reads is as it was, beside its arguments, which the
+capture knows by kind, and torch's settings, which ``Capture`` guards. Replicas do with their rows what the first one
 does with its own.
 """
 
@@ -70,7 +70,7 @@ class ForwardProofs:
         """Return a proof for the first replica's part of a batch, or why there is none.
 
         Args:
-            is_first: Nothing is recorded now: proofs that don't hold are of no use any more.
+            is_first: Nothing is captured now: proofs that don't hold are of no use any more.
         """
         call = _first_call(batch, spec)
         graph: WholeGraph | str | None = self._known(*call)
@@ -112,20 +112,20 @@ def _first_call(batch: Batch, spec: ScatterSpec) -> Arguments:
 
 
 MAX_ATTEMPTS = 12
-"""Times that recordings are begun anew until one has been launched ``LONG`` times: a model that changes all the time
+"""Times that captures are begun anew until one has been replayed ``LONG`` times: a model that changes all the time
 isn't worth more."""
 
 _LOADING_S = 2.0
-"""How long a recording waits for a batch that is being loaded by a thread beside it."""
+"""How long a capture waits for a batch that is being loaded by a thread beside it."""
 LONG = 100
-"""Launches after which attempts are counted anew."""
+"""Replays after which attempts are counted anew."""
 
 
 Result = TypeVar("Result")
 
 
-class Recordable(ABC, Generic[Result]):
-    """A step that ``Capture`` can record: what is done with one batch."""
+class Capturable(ABC, Generic[Result]):
+    """A step that ``Capture`` can capture: what is done with one batch."""
 
     @abstractmethod
     def roots(self) -> list[nn.Module]:
@@ -137,14 +137,14 @@ class Recordable(ABC, Generic[Result]):
 
     @abstractmethod
     def state(self) -> Hashable:
-        """Return what a recording depends on besides the batch, the modules and torch's settings."""
+        """Return what a capture depends on besides the batch, the modules and torch's settings."""
 
     @abstractmethod
     def unsupported_reason(self) -> str | None:
-        """Say why the step is better not recorded."""
+        """Say why the step is better not captured."""
 
     def needs_proof(self) -> bool:
-        """Tell whether Dynamo has to prove that a launch does what forward would do; raise where it can't."""
+        """Tell whether Dynamo has to prove that a replay does what forward would do; raise where it can't."""
         return False
 
     def forwarding(self) -> AbstractContextManager[Any]:
@@ -153,64 +153,64 @@ class Recordable(ABC, Generic[Result]):
 
     @abstractmethod
     def prepare(self) -> Any:
-        """Prepare for a recording; what is returned goes to ``record``."""
+        """Prepare for a capture; what is returned goes to ``capture``."""
 
     @abstractmethod
-    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Any) -> Any:
-        """Have the graph record the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
+    def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Any) -> Any:
+        """Have the graph capture the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
-        """After a failure, switch to another way of recording; False when none is left."""
+        """After a failure, switch to another way of capture; False when none is left."""
         return False
 
     @abstractmethod
     def give_up(self, reason: str) -> None:
-        """Release what recordings need: steps run eagerly from now on."""
+        """Release what captures need: steps run eagerly from now on."""
 
-    def begin(self, recorded: Any) -> bool:
-        """Prepare for a launch; False when this step has to run eagerly."""
+    def begin(self, result: Any) -> bool:
+        """Prepare for a replay; False when this step has to run eagerly."""
         return True
 
     @abstractmethod
-    def finish(self, recorded: Any) -> Result:
-        """Return the step's result after a launch."""
+    def finish(self, result: Any) -> Result:
+        """Return the step's result after a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recording:
+class _CapturedStep:
     batch: StaticBatch
     graph: MultiGpuGraph
-    recorded: Any
+    result: Any
     proof: ForwardProof | None
-    """That a launch does what the forward would do; None where the caller has said so."""
+    """That a replay does what the forward would do; None where the caller has said so."""
     num_idle_draws: int = 0
     """How often each step draws from the host's generator for nothing."""
 
 
 class Capture(Generic[Result]):
-    """Records steps as CUDA graphs after a few with batches of one kind, and launches them from then on.
+    """Captures steps as CUDA graphs after a few with batches of one kind, and replays them from then on.
 
-    A recording is launched only while everything it was made from is as it was: shapes and values of the batch, all
+    A capture is replayed only while everything it was made from is as it was: shapes and values of the batch, all
     that ``ReachedState`` finds, parameters and buffers where they were, torch's settings. Where that can't be seen,
-    nothing is recorded, unless the caller has promised that it stays. While a mode or a hook of torch's observes every
+    nothing is captured, unless the caller has promised that it stays. While a mode or a hook of torch's observes every
     operation, steps run eagerly.
 
     Args:
-        step: What is recorded.
+        step: What is captured.
         name: What messages call the steps' owner.
         route: How batches are cut.
-        must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
+        must: Raise where a step can't be captured, and capture also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
-        proves: Each recording has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
+        proves: Each capture has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
             may be written in between.
-        proves_hooks: A recording has such a proof where there are hooks of forward.
+        proves_hooks: A capture has such a proof where there are hooks of forward.
         is_promised: What can't be seen, such as a generator's state, doesn't change what steps do.
         gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
     """
 
     def __init__(
         self,
-        step: Recordable[Result],
+        step: Capturable[Result],
         name: str,
         route: ScatterSpec,
         *,
@@ -222,7 +222,7 @@ class Capture(Generic[Result]):
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
-        """Why no step will be recorded any more, if so."""
+        """Why no step will be captured any more, if so."""
         self._proves = proves
         self._proves_hooks = proves or proves_hooks
         self._gives_up = gives_up
@@ -236,22 +236,22 @@ class Capture(Generic[Result]):
         self._code = ExecutedCode()
         self._notes_code = False
         self._level = level
-        self._recordings: dict[Any, _Recording] = {}
+        self._graphs: dict[Any, _CapturedStep] = {}
         self._guard_key: Any = None
         self._guards: ModuleGuards | None = None
         self._change: str | None = None
         """What was last found to be other than the step before."""
         self._num_attempts = 0
-        self._num_launches = 0
+        self._num_replays = 0
         self._num_failures = 0
 
     def run(self, batch: Batch) -> Result | None:
-        """Run a step by its recording, making one if it is time to.
+        """Run a step by its capture, making one if it is time to.
 
         Returns:
             The step's result; None where the step has to run eagerly, which the caller does.
         Raises:
-            CaptureError: the step can't be recorded, though it must.
+            CaptureError: the step can't be captured, though it must.
         """
         if self.reason is not None or is_capturing() or (is_observed() and not self._must) or not self._passes_guards():
             return None
@@ -266,20 +266,20 @@ class Capture(Generic[Result]):
             return None
         except SplitError:  # the step itself says so
             return None
-        recording = self._recordings.get(key)
+        captured = self._graphs.get(key)
         if not self._kinds.come_again(key) and self._gives_up:
             self._give_up(f"of {WINDOW} batches hardly any had the shapes of one before")
             return None
-        if recording is None:
+        if captured is None:
             if not self._kinds.is_due(key):
                 self._notes_code = not self._proves and self._kinds.is_to_be_noted(key)
                 return None
             if self._proves and not self._proofs.may_find(batch, self._route):
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
-                recording = self._record(key, batch) if is_ours else None
+                captured = self._capture(key, batch) if is_ours else None
         spread_seeds(self._route.devices)
-        return None if recording is None else self._launch(key, recording, batch, leaves)
+        return None if captured is None else self._launch(key, captured, batch, leaves)
 
     @contextmanager
     def running_eagerly(self) -> Iterator[None]:
@@ -291,44 +291,44 @@ class Capture(Generic[Result]):
         with torch.autograd.set_multithreading_enabled(False), self._code.noting():  # backward, in this thread
             yield
 
-    def _launch(self, key: Any, recording: _Recording, batch: Batch, leaves: Leaves) -> Result | None:
-        with recording.graph.may_replay() as may_replay:
-            if not may_replay or not self._holds(recording) or not self._step.begin(recording.recorded):
+    def _launch(self, key: Any, captured: _CapturedStep, batch: Batch, leaves: Leaves) -> Result | None:
+        with captured.graph.may_replay() as may_replay:
+            if not may_replay or not self._holds(captured) or not self._step.begin(captured.result):
                 return None
-            recording.batch.write(batch, leaves)
-            recording.graph.replay()
-            draw_idly(recording.num_idle_draws)
+            captured.batch.write(batch, leaves)
+            captured.graph.replay()
+            draw_idly(captured.num_idle_draws)
         self._kinds.note_use(key)
-        self._num_launches += 1
-        if self._num_launches % LONG == 0:
+        self._num_replays += 1
+        if self._num_replays % LONG == 0:
             self._num_attempts = 0
-        return self._step.finish(recording.recorded)
+        return self._step.finish(captured.result)
 
-    def _holds(self, recording: _Recording) -> bool:
+    def _holds(self, captured: _CapturedStep) -> bool:
         with self._step.forwarding():
-            holds = recording.proof is None or recording.proof()
+            holds = captured.proof is None or captured.proof()
         if not holds:
             self.forget()
         return holds
 
     @property
-    def has_recordings(self) -> bool:
+    def has_graphs(self) -> bool:
         """Whether there are any."""
-        return bool(self._recordings)
+        return bool(self._graphs)
 
     def forget(self) -> bool:
-        """Drop all recordings, with their memory; tell whether there were any."""
-        had_some = bool(self._recordings)
-        self._recordings.clear()
+        """Drop all captures, with their memory; tell whether there were any."""
+        had_some = bool(self._graphs)
+        self._graphs.clear()
         self._kinds.forget()
         return had_some
 
     def _passes_guards(self) -> bool:
-        """Tell whether recordings are still valid, and drop them if not."""
+        """Tell whether captures are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
         roots, others, guards = self._step.roots(), self._step.others(), self._guards
-        # Before there is a recording, addresses don't matter: a recurrent layer may move its weights in each forward.
-        if guards is not None and not guards.is_current(roots, others, addresses=bool(self._recordings)):
+        # Before there is a capture, addresses don't matter: a recurrent layer may move its weights in each forward.
+        if guards is not None and not guards.is_current(roots, others, addresses=bool(self._graphs)):
             change = guards.find_change()
             self._change = guards.find_written() or (change and f"{change} is another than in the step before")
             guards = None
@@ -362,14 +362,14 @@ class Capture(Generic[Result]):
             return reason
         return None if self._is_promised else state.unseen
 
-    def _record(self, key: Any, batch: Batch) -> _Recording | None:
-        self._num_attempts += not self._recordings
+    def _capture(self, key: Any, batch: Batch) -> _CapturedStep | None:
+        self._num_attempts += not self._graphs
         if self._num_attempts > MAX_ATTEMPTS:
             last = f": {self._change}" if self._change else ""
-            self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long{last}")
+            self._give_up(f"captures were made {MAX_ATTEMPTS} times, and none served for long{last}")
             return None
         version = self._code.version
-        self._recordings.pop(self._kinds.make_room(), None)
+        self._graphs.pop(self._kinds.make_room(), None)
         with DRAW_GATE.alone(_LOADING_S) as is_alone:
             found, has_drawn = self._attempt_all(batch)
         if self._code.version != version:  # what more is read is held from the next step on
@@ -377,29 +377,29 @@ class Capture(Generic[Result]):
         if has_drawn and not isinstance(found, str):
             if not is_alone:  # a thread that loads a batch may have, too: again at a later step
                 return None
-            found = "the step, or a thread beside it, draws random numbers on the host, which a recording would repeat"
+            found = "the step, or a thread beside it, draws random numbers on the host, which a capture would repeat"
         if not isinstance(found, str) and self._guards is not None:
             if change := self._guards.find_change():
-                found = f"the step writes {change}, which a recording doesn't repeat"
+                found = f"the step writes {change}, which a capture doesn't repeat"
             else:
                 self._guards.walk()  # a function that had other code when this began was not looked into
                 unseen = self._find_unseen(self._guards)
                 found = found if unseen is None or self._must else unseen
         if isinstance(found, str):
-            # Recordings of other kinds may have been dropped by this attempt: they are made again.
+            # Captures of other kinds may have been dropped by this attempt: they are made again.
             if self._kinds.has_captured and not self._must:
                 self._kinds.refuse(key, found)
             else:
                 self._give_up(found)
             return None
-        if self._guards is not None and not self._recordings:
+        if self._guards is not None and not self._graphs:
             self._guards.note_addresses()
-        self._recordings[key] = found
+        self._graphs[key] = found
         self._kinds.note_use(key)
         return found
 
-    def _attempt_all(self, batch: Batch) -> tuple[_Recording | str, bool]:
-        """Record, in another way if need be, or say why not; and tell whether random numbers were drawn on the host."""
+    def _attempt_all(self, batch: Batch) -> tuple[_CapturedStep | str, bool]:
+        """Capture, in another way if need be, or say why not. Also say whether the host drew random numbers."""
         state = None if self._guards is None else self._guards.state
         state = ReachedState([*self._step.others(), *self._step.roots()], (), self._code) if state is None else state
         generators = HostGenerators(state.generators)
@@ -423,7 +423,7 @@ class Capture(Generic[Result]):
     def _count_idle_draws(
         self, held: StaticBatch, generators: HostGenerators, before: Sequence[Any], after: Sequence[Any]
     ) -> int | None:
-        """Record once more, only to look at what is drawn; None where any of it may decide something."""
+        """Capture once more, only to look at what is drawn; None where any of it may decide something."""
         generators.restore(before)
         with IdleDraws() as draws:
             found = self._attempt(held)
@@ -433,23 +433,23 @@ class Capture(Generic[Result]):
         draw_idly(draws.num)
         return draws.num if all(map(is_same_state, after, generators.states())) else None
 
-    def _attempt(self, held: StaticBatch) -> _Recording | str:
-        """Record, or say why not."""
-        others = next(iter(self._recordings.values()), None)
-        # They are launched in turn, and nothing has to stay in their memory in between.
+    def _attempt(self, held: StaticBatch) -> _CapturedStep | str:
+        """Capture, or say why not."""
+        others = next(iter(self._graphs.values()), None)
+        # They are replayed in turn, and nothing has to stay in their memory in between.
         graph = MultiGpuGraph(self._route.devices) if others is None else others.graph.next()
         try:
             prepared, before = self._step.prepare(), held.versions()
             proof = self._prove(held) if self._step.needs_proof() else None
             with nullcontext() if self._proves else self._code.noting():
-                recorded = self._step.record(graph, held, prepared)
+                result = self._step.capture_work(graph, held, prepared)
             if held.versions() != before:
-                raise CaptureError("the batch is written to, and a recording has its own copy of it")
-            return _Recording(batch=held, graph=graph, recorded=recorded, proof=proof)
+                raise CaptureError("the batch is written to, and a capture has its own copy of it")
+            return _CapturedStep(batch=held, graph=graph, result=result, proof=proof)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             failure = _describe(error)
         if graph.has_replaced_generators:
-            self._recordings.clear()
+            self._graphs.clear()
         # Once more, without the graph of autograd that the exception held.
         return_memory(self._route.devices)
         return failure
@@ -457,7 +457,7 @@ class Capture(Generic[Result]):
     def _prove(self, held: StaticBatch) -> ForwardProof:
         with self._step.forwarding():
             root, batch = self._step.roots()[0], held.read()
-            proof = self._proofs.find(root, batch, self._route, is_first=not self._recordings)
+            proof = self._proofs.find(root, batch, self._route, is_first=not self._graphs)
         if isinstance(proof, str):
             raise CaptureError(proof)
         return proof
@@ -468,14 +468,14 @@ class Capture(Generic[Result]):
         self._step.give_up(reason)
         if self._must:
             raise CaptureError(
-                f"{self._name}: the step must be recordable under capture=True, but {reason}. "
+                f"{self._name}: the step must be capturable under capture=True, but {reason}. "
                 f"Pass capture='auto' to run such steps as they are."
             )
         logger.log(self._level, "%s: steps run without CUDA graphs: %s.", self._name, reason)
 
 
 def _describe(error: Exception) -> str:
-    """Say why a recording failed, and at which line of the user's code, if it was in one."""
+    """Say why a capture failed, and at which line of the user's code, if it was in one."""
     frame = innermost(traceback.extract_tb(error.__traceback__))
     is_users = frame is not None and not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)
     where = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}: " if frame is not None and is_users else ""

@@ -38,7 +38,7 @@ def used() -> list[torch.device]:
 
 
 @pytest.mark.parametrize("make", [*SMALL.values(), *OTHERS.values()], ids=[*SMALL, *OTHERS])
-def test_what_is_copied_is_what_is_there_at_the_launch(
+def test_what_is_copied_is_what_is_there_at_the_replay(
     used: list[torch.device], make: Callable[[torch.device], Tensor]
 ) -> None:
     sources = [make(d) for d in used]
@@ -51,7 +51,7 @@ def test_what_is_copied_is_what_is_there_at_the_launch(
         comm.fill(target, sources[-1])
         return comm.copy_to_each(sources[0], used), gathered, comm.copy(sources[1], used[0])
 
-    spread, gathered, one = graph.record(work)
+    spread, gathered, one = graph.capture(work)
     for _ in range(3):
         for s in sources:
             s.copy_(make(s.device))
@@ -88,7 +88,7 @@ def test_copies_are_in_turn_with_both_devices(used: list[torch.device]) -> None:
 
     work()
     graph = MultiGpuGraph(used[:2])
-    before = graph.record(work)
+    before = graph.capture(work)
     for _ in range(5):
         expected = y.clone()
         graph.replay()

@@ -1,4 +1,4 @@
-"""A training step as a recording sees it."""
+"""A training step as a capture sees it."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.errors import CaptureError
+from everygpu.parallel.cuda_graphs.capture import Capturable, Capture
 from everygpu.parallel.cuda_graphs.guards import find_hooks
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.recorder import Capture, Recordable
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.data_parallel import overridden
 from everygpu.parallel.scatter.split import ScatterSpec
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("everygpu")
 
 
-class _Recorded(NamedTuple):
-    """What a recording of a step has in it."""
+class _Captured(NamedTuple):
+    """What a capture of a step has in it."""
 
     loss: Tensor
     touched: set[int]
@@ -41,7 +41,7 @@ class _Recorded(NamedTuple):
     """When backward has each bucket that is added up over ranks."""
 
 
-class RecordableStep(Recordable[Tensor]):
+class CapturableStep(Capturable[Tensor]):
     """A ``TrainStep`` as ``Capture`` sees it: the backward, and the update where kernels do it all.
 
     ``must`` has hooks left out where there are any: the caller has said so.
@@ -65,7 +65,7 @@ class RecordableStep(Recordable[Tensor]):
         options = (step.accumulate, step.clip_norm, overridden(model), *rules)
         waits = step._finite_check.is_whole
         return (
-            self._strategy.recorded_state(has_update=self._updates_at_once()),
+            self._strategy.captured_state(has_update=self._updates_at_once()),
             waits,
             options,
         )
@@ -74,10 +74,10 @@ class RecordableStep(Recordable[Tensor]):
         return [self._step.loss]
 
     def unsupported_reason(self) -> str | None:
-        return self._strategy.why_not_recordable()
+        return self._strategy.why_not_capturable()
 
     def needs_proof(self) -> bool:
-        """Tell whether there are hooks of forward, which are called by no launch."""
+        """Tell whether there are hooks of forward, which are called by no replay."""
         first, *others = self.roots()
         if self._must or (find_hooks([first]) is None and find_hooks(others) is None):
             return False
@@ -98,31 +98,31 @@ class RecordableStep(Recordable[Tensor]):
         checks = self._step._finite_check.is_on
         return self._strategy.early_update(beside=self._is_beside and not needs_all, checks=checks)
 
-    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
+    def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Captured:
         draw_seeds(self.roots(), self._step.model.replica_devices)
         bypassed: list[Tensor] = []
         own_leaves = self._strategy.own_leaves(self.roots(), bypassed) if self._has_own_leaves else nullcontext()
         try:
             with own_leaves:
-                recorded = graph.record(lambda: self._run(batch.read(), prepared))
+                captured = graph.capture(lambda: self._run(batch.read(), prepared))
             self._is_bypassed = bool(bypassed)
             if bypassed:
                 raise CaptureError("the loss has parameters that it took out of the model before")
         finally:
             self._strategy.flat_params.put_back()
-        if recorded.update is not None:
-            recorded.update.finish_recording()
-        return recorded
+        if captured.update is not None:
+            captured.update.finish_capture()
+        return captured
 
-    def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
+    def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Captured:
         step, before = self._step, self._strategy.flat_params.grad_versions()
         loss = step._learn(batch, update)
         if update is None:
             # Not those of the batches before, which this update may have, too.
             touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
-            return _Recorded(loss, touched, None, moments=moments)
-        norm = update.launch(step.clip_norm)
-        return _Recorded(loss, update.touched, update, norm)
+            return _Captured(loss, touched, None, moments=moments)
+        norm = update.queue(step.clip_norm)
+        return _Captured(loss, update.touched, update, norm)
 
     def try_otherwise(self) -> bool:
         if self._is_bypassed:
@@ -137,10 +137,10 @@ class RecordableStep(Recordable[Tensor]):
         self._step._finite_check.wait()  # for kernels' updates that are not to count
         self._strategy.settle()
 
-    def begin(self, recorded: _Recorded) -> bool:
+    def begin(self, captured: _Captured) -> bool:
         if not self._strategy.is_ready():
             return False
-        if recorded.update is None:
+        if captured.update is None:
             if self._step._num_batches == 0:
                 self._strategy.begin()
             return True
@@ -149,13 +149,13 @@ class RecordableStep(Recordable[Tensor]):
         self._strategy.prepare_update()
         return True
 
-    def finish(self, recorded: _Recorded) -> Tensor:
-        if recorded.update is None:
-            self._strategy.note_grads(recorded.touched, recorded.moments)
+    def finish(self, captured: _Captured) -> Tensor:
+        if captured.update is None:
+            self._strategy.note_grads(captured.touched, captured.moments)
         else:
             self._strategy.finish_update()
-            self._step._finish_recorded(recorded.update.status, recorded.norm)
-        return recorded.loss.clone()
+            self._step._finish_replayed(captured.update.status, captured.norm)
+        return captured.loss.clone()
 
     def _updates_at_once(self) -> bool:
         step = self._step
@@ -165,13 +165,13 @@ class RecordableStep(Recordable[Tensor]):
 
 
 def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
-    """Return what records the work of a step, as far as that is made; None where it can't be recorded."""
+    """Return what captures the work of a step, as far as that is made; None where it can't be captured."""
     model = step.model
     if not strategy.is_spread:
         logger.info("TrainStep: whole steps aren't CUDA graphs, as the optimizer can't be spread.")
         return None
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
-    work = RecordableStep(step, strategy, must=must)
+    work = CapturableStep(step, strategy, must=must)
     route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
     return Capture(work, "TrainStep", route, must=must, level=level, proves_hooks=True, gives_up=not must)
