@@ -212,7 +212,7 @@ class Setup:
 
     def draw(self, seed: int) -> Program:
         program = one_call(seed) if self.engine == "step" else draw_program(seed)
-        program = steady(program) if self.records else program
+        program = steady(program) if self.captures else program
         return replace(program, counts_writes=False) if self.engine == "auto" else program
 
     def devices(self, num_replicas: int) -> list[torch.device]:
@@ -227,7 +227,7 @@ class Setup:
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
             if self.device == "cuda":
                 monkeypatch.setenv("EVERYGPU_SHARE_GPU", "1")
-            if self.records and self.device == "cpu":
+            if self.captures and self.device == "cpu":
                 tape.install(monkeypatch, fused=False)
             if self.engine == "auto":  # to be looked for on the CPU, too
                 monkeypatch.setattr(table, "can_gain", lambda context: True)
@@ -240,19 +240,19 @@ ON_GPUS = (pytest.mark.gpu, pytest.mark.timeout(300))
 SETUPS = {
     "threads": Setup(engine="threads"),
     # Fewer: acting captures out takes three times as long as running programs.
-    "capture": Setup(engine="capture", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
+    "capture": Setup(engine="capture", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, captures=True),
     # On the command line alone: each capture is proven, which takes half a second.
-    "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, records=True),
+    "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, captures=True),
     "step": Setup(engine="step", num_programs=NUM_PROGRAMS // 2),
-    "step-graphs": Setup(engine="step", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
+    "step-captured": Setup(engine="step", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, captures=True),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
-    "graphs-gpu": Setup(engine="capture", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
+    "capture-gpu": Setup(engine="capture", device="cuda", num_steps=NUM_WARM_UPS + 4, captures=True, marks=ON_GPUS),
     "step-gpu": Setup(
         engine="step",
         device="cuda",
         num_steps=NUM_WARM_UPS + 4,
         num_programs=NUM_PROGRAMS // 5,
-        records=True,
+        captures=True,
         marks=ON_GPUS,
     ),
 }

@@ -35,7 +35,7 @@ def test_programs(setup: str, seeds: range) -> None:
     reports, num_graphs = check_seeds(setup, seeds)
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)
-    assert bool(num_graphs) is SETUPS[setup].records
+    assert bool(num_graphs) is SETUPS[setup].captures
 
 
 def test_every_feature_is_drawn() -> None:
