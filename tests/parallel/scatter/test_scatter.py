@@ -208,7 +208,7 @@ class TestSubclassesOfTensor:
 
     @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"x": [x]}, Replicated], ids=["bare", "nested", "whole"])
     @pytest.mark.parametrize("dim", [0, 1])
-    @pytest.mark.parametrize("captures", [True, False])
+    @pytest.mark.parametrize("records", [True, False])
     def test_parts_are_plain_tensors(self, devices, wrap, dim, records):
         x = self.noise(4, 4)
         x.requires_grad_(records)
