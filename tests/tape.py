@@ -73,7 +73,7 @@ class Tape:
         self._clear_the_dead()
         return result
 
-    def next(self) -> "Tape":
+    def new_in_same_pool(self) -> "Tape":
         return Tape([], previous=self)
 
     def may_replay(self) -> contextlib.AbstractContextManager[bool]:
@@ -303,7 +303,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.has_kernels", lambda devices: True)
     if fused:
         monkeypatch.setattr(shards, "can_fuse", _can_fuse)
-        monkeypatch.setattr(sharded_update, "can_update_early", early_update.fits)
+        monkeypatch.setattr(sharded_update, "can_update_early", early_update.supports_captured_update)
 
 
 def _can_fuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> bool:

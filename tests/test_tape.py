@@ -88,7 +88,7 @@ def test_memory_that_its_owner_has_freed_is_missed() -> None:
 def test_a_second_capture_reads_what_the_first_has_made() -> None:
     table, classes, graph = torch.arange(3.0), torch.tensor([2, 0]), tape()
     rows = graph.capture(lambda: classes + 0)
-    backward = graph.next()
+    backward = graph.new_in_same_pool()
     found = backward.capture(lambda: table.gather(0, rows) * 2)
     assert found.isnan().all()
     assert rows.tolist() == [-1, -1], "there are none before a replay"

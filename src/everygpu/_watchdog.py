@@ -30,7 +30,7 @@ VARIABLE = "EVERYGPU_WATCHDOG"
 """The timeout in seconds for processes that ``everygpu run`` starts; 0 for none."""
 SAVING_S, END_S = 60.0, 90.0
 """A save has this long to be finished, and all together, before the process ends in any case."""
-LOST = frozenset({46, 100, 214, 220, 226, 700, 702, 709, 714, 715, 716, 717, 718, 719, 721, 999})
+FATAL_CUDA_ERRORS = frozenset({46, 100, 214, 220, 226, 700, 702, 709, 714, 715, 716, 717, 718, 719, 721, 999})
 """Codes of ``cudaError_t`` after which each call of the process fails: faults of memory, links and kernels, GPUs that
 are not there. Not 710, ``cudaErrorAssert``: another try would meet the same index out of range again."""
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -151,7 +151,7 @@ class _Watchdog:
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
-        loss = find_loss(error) if self.watches else None
+        loss = explain_lost_gpu(error) if self.watches else None
         if loss is not None:
             self.close(*self.watches)
             end_process(loss, with_stacks=False)
@@ -164,7 +164,7 @@ class _Watchdog:
             self._clock_s += min(now - looked_at, 2 * period_s)
             looked_at = now
             threads = Threads()
-            if not (threads.places and threads.stand_as(before)):
+            if not (threads.places and threads.is_unchanged_since(before)):
                 since_s = self._clock_s
             before = threads
             timeout_s = watches[-1].timeout_s
@@ -253,7 +253,7 @@ class Threads:
             return id(self._roots[-1])
         return 0
 
-    def stand_as(self, before: "Threads") -> bool:
+    def is_unchanged_since(self, before: "Threads") -> bool:
         """Tell whether no thread has moved since."""
         return self._state == before._state
 
@@ -324,7 +324,7 @@ class GpuWatch(threading.Thread):
         return code
 
 
-def find_loss(error: BaseException | None) -> str | None:
+def explain_lost_gpu(error: BaseException | None) -> str | None:
     """Say what an uncaught error tells of a lost GPU, if one is; make no call of CUDA's."""
     torch: Any = sys.modules.get("torch")
     seen: dict[int, BaseException] = {}
@@ -332,7 +332,7 @@ def find_loss(error: BaseException | None) -> str | None:
         seen[id(error)] = error
         error = error.__cause__ or error.__context__
     errors = [e for e in seen.values() if torch is not None and isinstance(e, torch.AcceleratorError)]
-    code = next((code for e in errors if (code := getattr(e, "error_code", None)) in LOST), None)
+    code = next((code for e in errors if (code := getattr(e, "error_code", None)) in FATAL_CUDA_ERRORS), None)
     if code is None:
         return None
     where = next((str(e).partition(" failed")[0] for e in seen.values() if isinstance(e, ReplicaError)), "")

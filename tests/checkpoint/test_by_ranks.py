@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointMismatchError, RankError
-from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+from everygpu.parallel.fully_sharded.shards import full_tensor, is_shard
 from everygpu.ranks.group import join
 from tests.parallel.fully_sharded.training import Net, batch, whole_state
 from tests.ranks.harness import run_ranks, running
@@ -47,7 +47,7 @@ def train(model, optimizer, steps):
 def everything(model, optimizer):
     """Return all that is saved, whole."""
     states = {
-        f"{i}.{name}": whole_of(value) if is_shard(value) else value
+        f"{i}.{name}": full_tensor(value) if is_shard(value) else value
         for i, state in optimizer.state_dict()["state"].items()
         for name, value in state.items()
     }

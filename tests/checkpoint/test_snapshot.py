@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.background import SnapshotMemory, Taken
+from everygpu.checkpoint.background import SnapshotMemory, StateSnapshot
 
 on_each_kind = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -18,8 +18,8 @@ def memory() -> Iterator[SnapshotMemory]:
     memory.release()
 
 
-def taken(**tensors: Tensor) -> Taken:
-    return Taken(document={}, files={"model": tensors})
+def taken(**tensors: Tensor) -> StateSnapshot:
+    return StateSnapshot(document={}, files={"model": tensors})
 
 
 @on_each_kind

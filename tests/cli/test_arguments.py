@@ -16,7 +16,7 @@ VALUES = (
     "MIG-1", "é", "\udcff", "\x1b[31m", "[red]", "--", "-", ":", "a:b:c", "nowhere.py:f", "/dev/full",
 )  # fmt: skip
 FILTERS = ("--min-free", "--max-utilization", "--name", "--exclude")
-VERBS = {
+METHODS = {
     "devices": ("--select", "--format", "--json", *FILTERS),
     "run": ("--gpus", "--timeout", "--share", "--split", "--watchdog", "--processes", "--cpu", "--nnodes", *FILTERS),
     "plan": ("--gpus", "--memory", "--precision"),
@@ -39,9 +39,9 @@ def call(monkeypatch, tmp_path):
 
     def run(seed):
         rng = random.Random(seed)
-        verb = rng.choice(list(VERBS))
+        verb = rng.choice(list(METHODS))
         arguments = [verb]
-        for option in rng.choices(VERBS[verb], k=rng.randint(0, 4)):
+        for option in rng.choices(METHODS[verb], k=rng.randint(0, 4)):
             arguments += [option] if option in FLAGS else [option, rng.choice(VALUES)]
         names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "EVERYGPU_RESERVED")
         for name in (*names, "EVERYGPU_SPLIT", "EVERYGPU_WATCHDOG"):

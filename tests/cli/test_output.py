@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork") or not Path("/dev/full").exists(), reason="needs fork and /dev/full"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
-VERBS = [
+METHODS = [
     "--help",
     "--version",
     "bench --cpu --peer single",
@@ -89,12 +89,12 @@ def closed_pipe():
     return writer
 
 
-@pytest.mark.parametrize("arguments", VERBS)
+@pytest.mark.parametrize("arguments", METHODS)
 def test_a_reader_that_has_left(folder, arguments):
     assert run_with(closed_pipe, arguments) == (1, "")
 
 
-@pytest.mark.parametrize("arguments", [verb for verb in VERBS if "--help" not in verb and verb != "--version"])
+@pytest.mark.parametrize("arguments", [verb for verb in METHODS if "--help" not in verb and verb != "--version"])
 def test_a_full_disk(folder, arguments):
     code, said = run_with(lambda: os.open("/dev/full", os.O_WRONLY), arguments)
     assert (code, said) == (1, "Error: No space left on device: the output\n")

@@ -38,7 +38,7 @@ DRIVER = (
     "nvmlSystemGetProcessName",
 )
 ERRORS = (*range(1, 31), 999)
-LOST = (FakeNvml.NVML_ERROR_GPU_IS_LOST, FakeNvml.NVML_ERROR_RESET_REQUIRED)
+FATAL_CUDA_ERRORS = (FakeNvml.NVML_ERROR_GPU_IS_LOST, FakeNvml.NVML_ERROR_RESET_REQUIRED)
 CASES = [
     *itertools.product(IDENTITY + FIGURES, ERRORS, range(3)),
     *itertools.product(DRIVER, ERRORS, [None]),
@@ -62,7 +62,7 @@ def machine(monkeypatch, tmp_path):
         gpus = [Gpu(uuid=uuid, used=(30 - 10 * i) * GIB, processes=[(7, GIB)]) for i, uuid in enumerate(UUIDS)]
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, faults={(call, position): error}))
         is_foreign = call in IDENTITY and error == FakeNvml.NVML_ERROR_NO_PERMISSION
-        machine.lost = position if not is_foreign and (call in IDENTITY or error in LOST) else None
+        machine.lost = position if not is_foreign and (call in IDENTITY or error in FATAL_CUDA_ERRORS) else None
         machine.left = [i for i in range(3) if not is_foreign or i != position]
         machine.sound = [i for i in machine.left if i != machine.lost]
         return machine
@@ -126,7 +126,7 @@ def check_case(machine, call, error, position):
     samples = check_choices(machine)
     assert len(samples) == (0 if call in ("nvmlInit", "nvmlDeviceGetCount") else len(machine.left))
     is_needed = call in ("nvmlInit", "nvmlDeviceGetCount", "nvmlSystemGetDriverVersion")
-    is_broken = is_needed or (call == "nvmlSystemGetCudaDriverVersion" and error in LOST)
+    is_broken = is_needed or (call == "nvmlSystemGetCudaDriverVersion" and error in FATAL_CUDA_ERRORS)
     is_absent = is_needed and error in (9, 12)
     check_commands(machine, samples, is_absent or not is_broken)
     visible = [i for i in range(3) if i != machine.lost]

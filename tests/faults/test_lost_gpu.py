@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import everygpu
-from everygpu._watchdog import find_loss
+from everygpu._watchdog import explain_lost_gpu
 from everygpu.errors import ReplicaError
 from everygpu.exit_codes import STUCK
 from everygpu.progress import progress
@@ -25,9 +25,11 @@ def error_of(code: int | None) -> BaseException:
 
 def test_errors_of_a_lost_gpu_are_told_from_others() -> None:
     for code in (46, 214, 700, 719, 999):
-        assert str(find_loss(error_of(code))).startswith(f"This process has lost a GPU: CUDA error {code}. Start again")
+        assert str(explain_lost_gpu(error_of(code))).startswith(
+            f"This process has lost a GPU: CUDA error {code}. Start again"
+        )
     for error in (error_of(1), error_of(2), error_of(710), error_of(720), error_of(None), RuntimeError(), ValueError()):
-        assert find_loss(error) is None
+        assert explain_lost_gpu(error) is None
 
 
 def test_the_replica_is_named_wherever_the_error_is_in_the_chain() -> None:
@@ -36,7 +38,7 @@ def test_the_replica_is_named_wherever_the_error_is_in_the_chain() -> None:
     outer = KeyError("of the script")
     outer.__context__ = error
     error.__cause__.__context__ = outer
-    assert "lost a GPU: CUDA error 719, in replica 1 on cuda:1. Start" in str(find_loss(outer))
+    assert "lost a GPU: CUDA error 719, in replica 1 on cuda:1. Start" in str(explain_lost_gpu(outer))
 
 
 LOSES_A_GPU = """

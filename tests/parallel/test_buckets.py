@@ -19,7 +19,7 @@ from everygpu.parallel.buckets import (
     NUM_UPDATE_BUCKETS,
     REPLICA_BYTES,
     UPDATE_BYTES,
-    Bucket,
+    BroadcastBucket,
     Streams,
     broadcast_tensor,
     group_tensors,
@@ -202,7 +202,7 @@ def dirty_memory():
 
 
 def make_bucket(originals, used):
-    return Bucket(originals, used[0], used[1:])
+    return BroadcastBucket(originals, used[0], used[1:])
 
 
 def every_replica(used):
@@ -233,7 +233,7 @@ class TestCopies:
     def test_that_trust_versions_are_sent_when_torch_counts_a_write_or_memory_is_replaced(self, devices):
         used = devices(3)
         originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
-        bucket = Bucket(originals, used[0], used[1:], trusts_versions=True)
+        bucket = BroadcastBucket(originals, used[0], used[1:], trusts_versions=True)
         everyone = every_replica(used)
 
         def values(replicas):
@@ -256,7 +256,7 @@ class TestCopies:
     def test_follow_every_way_of_writing(self, devices, fixed):
         used = devices(3)
         originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
-        bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
+        bucket = BroadcastBucket(originals, used[0], used[1:], fixed=fixed)
         addresses = [[t.data_ptr() for t in row] for row in bucket.refresh(originals, every_replica(used))]
 
         def write_through_no_grad():
@@ -327,7 +327,7 @@ class TestGraphs:
     def test_buffers_written_in_between(self, devices, fixed):
         used = devices(2)
         buffers = [torch.ones(2, device=used[0]), torch.ones(2, device=used[0])]
-        bucket = Bucket(buffers, used[0], used[1:], fixed=fixed)
+        bucket = BroadcastBucket(buffers, used[0], used[1:], fixed=fixed)
         x = torch.ones(2, device=used[1], requires_grad=True)
         first, second = bucket.refresh(buffers, [0])[0]
         kept, lost = (x * second).sum(), (x * first).sum()

@@ -14,7 +14,7 @@ from everygpu.errors import CallError, GatherError, OptimizerError, OptionError
 from everygpu.parallel import ShardedBatch
 from tests.parallel.oracle import Returning, assert_same_grads
 
-VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
+METHODS = ["scatter", "replicate", "parallel_apply", "gather"]
 
 
 class Mlp(nn.Module):
@@ -80,7 +80,7 @@ class TestOverrides:
         out = model(x, scale=2.0)
         torch.testing.assert_close(everygpu.parallel.gather(out), bare(x, scale=2.0))
         assert type(out) is ShardedBatch
-        assert [call[0] for call in model.calls] == VERBS
+        assert [call[0] for call in model.calls] == METHODS
         scatter, replicate, apply, gather = model.calls
         assert scatter[2:] == ({"scale": 2.0}, model.device_ids)
         assert scatter[1][0] is x
@@ -94,7 +94,7 @@ class TestOverrides:
         model.calls.clear()
         twin = copy.deepcopy(model)
         twin(x)
-        assert [call[0] for call in twin.calls] == VERBS
+        assert [call[0] for call in twin.calls] == METHODS
 
     @pytest.mark.parametrize("make", [Noted, Outer])
     def test_train_as_one_device(self, devs, make):
@@ -106,7 +106,7 @@ class TestOverrides:
                 m(x, scale=2.0).square().mean().backward()
         assert_same_grads(model, bare)
 
-    @pytest.mark.parametrize("verb", VERBS)
+    @pytest.mark.parametrize("verb", METHODS)
     def test_each_by_itself(self, verb):
         model, x = DataParallel(Mlp().eval(), ["cpu"] * 2), torch.randn(5, 3)
         expected, calls = model(x), []
@@ -412,7 +412,7 @@ class TestTrainStep:
         if kind is Outer:
             assert steps[0].model.num_forwards == 4
         else:
-            assert [call[0] for call in steps[0].model.calls] == VERBS * 4
+            assert [call[0] for call in steps[0].model.calls] == METHODS * 4
 
     def test_refuses_what_would_pass_them_by(self):
         model = Noted(Mlp(), ["cpu"] * 2)

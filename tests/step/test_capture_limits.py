@@ -188,7 +188,7 @@ class Reusing(Net):
 @pytest.mark.parametrize("kind", [Net, Reusing])
 def test_updates_wait_for_what_needs_the_old_values(capturing: Devices, kind: type[Net]) -> None:
     step = check_same(capturing, make=kind)
-    assert step._capture._step._is_beside is (kind is Net or not step._strategy._has_kernels)
+    assert step._capture._step._overlaps_backward is (kind is Net or not step._strategy._has_kernels)
 
 
 def test_memory_is_returned(gpus: Devices) -> None:

@@ -215,7 +215,7 @@ def test_kinds_that_cannot_be_captured_leave_the_others(capturing: Devices, rows
         for _ in range(6):
             losses += [step(X[:num], Y[:num]) for num in rows]
         assert step._capture is None or (num_graphs(step) == 2 and step._capture.reason is None)
-        assert step._capture is None or step._capture._step._is_beside
+        assert step._capture is None or step._capture._step._overlaps_backward
 
     check(capturing, scenario, make=Sometimes)
 

@@ -66,10 +66,10 @@ def test_of_nested_operations_the_inner_one_counts_and_the_next_one_at_the_same_
             now = settled()
             assert now.places == ["sum over ranks in thread beside"]
             assert now.wait_for_ranks
-            assert now.stand_as(before)
+            assert now.is_unchanged_since(before)
             step.set()
             before = settled()
-            assert not now.stand_as(before)
+            assert not now.is_unchanged_since(before)
         assert before.places == ["update of replica 1 on cpu in thread beside"]
         assert not before.wait_for_ranks
     assert settled().places == []
@@ -87,11 +87,11 @@ def test_one_backward_is_told_from_the_next_at_the_same_place() -> None:
     with beside(work):
         first, again = settled(), settled()
         assert first.places == ["backward in thread beside"]
-        assert again.stand_as(first)
+        assert again.is_unchanged_since(first)
         for step in steps:
             step.set()
             later = settled()
-            assert not later.stand_as(again)
+            assert not later.is_unchanged_since(again)
             again = later
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("everygpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class StateSnapshot:
     """The state of a run, taken apart into what goes into each file."""
 
     document: Mapping[str, Json]
@@ -184,9 +184,9 @@ class SnapshotMemory:
         if hasattr(self, "_memory") and not sys.is_finalizing():
             self.release()
 
-    def copy(self, taken: Taken) -> Callable[[], Taken]:
+    def copy(self, snapshot: StateSnapshot) -> Callable[[], StateSnapshot]:
         """Copy a run's state on the current streams, over the one before; return what waits until it has arrived."""
-        unique = {identity(t): t for tensors in taken.files.values() for t in tensors.values()}
+        unique = {identity(t): t for tensors in snapshot.files.values() for t in tensors.values()}
         devices = {t.device for t in unique.values() if t.is_cuda}
         padded_bytes = {key: -(-t.nbytes // 64) * 64 for key, t in unique.items()}
         self._reserve(sum(padded_bytes.values()), is_pinned=bool(devices))
@@ -197,11 +197,11 @@ class SnapshotMemory:
             area = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             areas[key] = area.copy_(tensor, non_blocking=True)
             begin += padded_bytes[key]
-        files = {file: {name: areas[identity(t)] for name, t in part.items()} for file, part in taken.files.items()}
-        copied = replace(taken, files=files)
+        files = {file: {name: areas[identity(t)] for name, t in part.items()} for file, part in snapshot.files.items()}
+        copied = replace(snapshot, files=files)
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-        def wait() -> Taken:
+        def wait() -> StateSnapshot:
             for event in events:
                 event.synchronize()
             return copied

@@ -125,9 +125,9 @@ def replacing(target: Path, *, is_file: bool = False, is_locked: bool = False) -
         if not parent.exists():
             parent.mkdir(exist_ok=True)
             sync_path(parent.parent)
-    with nullcontext() if is_locked else hold_lock(_beside(target, LOCK)):
-        settle(target)
-        stage = target / _STAGE if target.is_dir() else _beside(target, _STAGE)
+    with nullcontext() if is_locked else hold_lock(_sibling(target, LOCK)):
+        finish_interrupted_save(target)
+        stage = target / _STAGE if target.is_dir() else _sibling(target, _STAGE)
         for place in (stage, target / PENDING):
             if os.path.lexists(place):
                 raise _in_the_way(place)
@@ -148,9 +148,9 @@ def replacing(target: Path, *, is_file: bool = False, is_locked: bool = False) -
             shutil.rmtree(stage, ignore_errors=True)
 
 
-def settle(target: Path) -> None:
+def finish_interrupted_save(target: Path) -> None:
     """Put the files of a complete save in place, and remove what a killed saver has left; no other may be saving."""
-    for stage in (target / _STAGE, _beside(target, _STAGE)):
+    for stage in (target / _STAGE, _sibling(target, _STAGE)):
         if _is_left(stage):
             shutil.rmtree(stage)
     pending = target / PENDING
@@ -186,7 +186,7 @@ def _complete(stage: Path, target: Path) -> None:
         _remove(target) if place == target else os.rename(place, stage)
         raise
     try:
-        settle(target)
+        finish_interrupted_save(target)
     except OSError as error:
         logger.warning("save: %s is saved; the next save puts its files in place: %s", target, error)
 
@@ -195,7 +195,7 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint, but not what others have put there."""
     names, left = files_in(path), path
     if names.issuperset(os.listdir(path)):  # wherever the process dies, it is there as a whole or not at all
-        left = _beside(path, _STAGE)
+        left = _sibling(path, _STAGE)
         os.rename(path, left)
     for name in sorted(names, key=lambda name: name == DOCUMENT):
         (left / name).unlink(missing_ok=True)
@@ -222,7 +222,7 @@ def _in_the_way(path: Path) -> CheckpointForeignError:
     return CheckpointForeignError(f"{path} is in the way: it is not of everygpu. Nothing was changed; move it.")
 
 
-def _beside(target: Path, what: str) -> Path:
+def _sibling(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}{what}")
 
 
@@ -258,16 +258,16 @@ def list_saved(directory: Path) -> list[Saved]:
     if not directory.is_dir():
         return []
     paths = [entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)]
-    saved = [one for one in map(_look, paths) if one is not None]
+    saved = [one for one in map(read_saved_step, paths) if one is not None]
     last_step = max((s.step for s in saved if s.is_readable), default=-1)
     return sorted(saved, key=lambda s: (not s.is_readable and s.step > last_step, s.serial, s.step), reverse=True)
 
 
-def settle_run(directory: Path) -> None:
+def finish_interrupted_saves(directory: Path) -> None:
     """Settle all checkpoints of a run."""
     found = [_LEFT.fullmatch(entry.name) for entry in directory.iterdir()]
     for path in {saved.path for saved in list_saved(directory)} | {directory / left[1] for left in found if left}:
-        settle(path)
+        finish_interrupted_save(path)
 
 
 def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
@@ -289,7 +289,7 @@ def rotate(directory: Path, keep: int, best: Best | None) -> None:
             _remove(old.path)
 
 
-def _look(path: Path) -> Saved | None:
+def read_saved_step(path: Path) -> Saved | None:
     if path.is_symlink() or not is_claimed(path):
         return None
     step, problem = int(path.name.removeprefix("step-")), f"{path} has no place in a run."

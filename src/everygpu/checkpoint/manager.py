@@ -9,25 +9,25 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background, SnapshotMemory, Taken
+from everygpu.checkpoint.background import Background, SnapshotMemory, StateSnapshot
 from everygpu.checkpoint.directory import (
     LOCK,
     Mode,
     as_path,
     best_first,
+    finish_interrupted_saves,
     hold_lock,
     list_saved,
     must_be_writable,
     rotate,
-    settle_run,
     step_path,
 )
 from everygpu.checkpoint.format import is_claimed, is_ours
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.save import (
+    collect_state,
     is_spread,
     next_key,
-    take,
     wait_for_devices,
     wait_for_main,
     write_checkpoint,
@@ -246,9 +246,9 @@ class CheckpointManager:
         if is_spread(self._objects):  # all ranks write
             write_once(begun, self._require_resumed)
             self._background.wait()
-            dealt = take(self._objects, written)
+            gathered = collect_state(self._objects, written)
             start = self._background.start if self.asynchronous else self._background.run
-            start(lambda: write_together(dealt, lambda: self._write(dealt, step, metrics)))
+            start(lambda: write_together(gathered, lambda: self._write(gathered, step, metrics)))
             self._is_resumed = True
             return
         write_once(begun, lambda: self._begin(step, metrics, written))
@@ -261,9 +261,9 @@ class CheckpointManager:
             write = self._copy(step, metrics)
             self._background.start(lambda: write_once(written, write))
         else:
-            taken = take(self._objects)
-            wait_for_devices(taken)
-            self._background.run(lambda: self._write(taken, step, metrics))
+            snapshot = collect_state(self._objects)
+            wait_for_devices(snapshot)
+            self._background.run(lambda: self._write(snapshot, step, metrics))
         self._is_resumed = True
 
     def _require_resumed(self) -> None:
@@ -293,7 +293,7 @@ class CheckpointManager:
         """Copy the state to host memory; return what writes it from there."""
         memory = self._spare.pop() if self._spare else SnapshotMemory()
         try:
-            arrived = memory.copy(take(self._objects))
+            arrived = memory.copy(collect_state(self._objects))
         except BaseException:
             memory.wait()
             self._spare[:] = [memory]
@@ -307,18 +307,18 @@ class CheckpointManager:
 
         return write
 
-    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, snapshot: StateSnapshot, step: int, metrics: dict[str, float]) -> None:
         if is_claimed(self.directory):
             other = self._name.with_name(f"{self._name.name}-run")
             raise CheckpointForeignError(f"save: {self._name} is a checkpoint itself. Choose for instance {other}.")
         with must_be_writable(self.directory, "save"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with hold_lock(self.directory / LOCK):
-                settle_run(self.directory)
+                finish_interrupted_saves(self.directory)
                 saved, path = list_saved(self.directory), step_path(self.directory, step)
                 _require_of_run(path, "save")
                 run = {"step": step, "serial": max((s.serial for s in saved), default=-1) + 1, "metrics": metrics}
-                write_checkpoint(path, taken, run)
+                write_checkpoint(path, snapshot, run)
                 keep, best = (1, None) if self._is_clearing else (self.keep, self._best)
                 rotate(self.directory, keep, best)
                 self._is_clearing = False

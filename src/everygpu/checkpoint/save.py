@@ -1,6 +1,6 @@
 """Write a checkpoint, of one process or of all ranks.
 
-A model that is shared out over ranks makes a directory like any other: tensors are dealt to files, and files to ranks.
+A model that is sharded over ranks makes a directory like any other: each tensor is gathered to the rank that writes it.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everygpu import errors
-from everygpu.checkpoint.background import Background, Taken
+from everygpu.checkpoint.background import Background, StateSnapshot
 from everygpu.checkpoint.convert import SUFFIXES
 from everygpu.checkpoint.directory import as_path, must_be_writable, replacing, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, Files, files_of, write_document, write_tensors
@@ -24,7 +24,7 @@ from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import LOAD_OPTIONS, check_parts, encode_parts, has_shards
 from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
-from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+from everygpu.parallel.fully_sharded.shards import full_tensor, is_shard
 from everygpu.ranks.group import join, joined
 from everygpu.ranks.membership import is_main
 
@@ -92,14 +92,14 @@ def save(
         )
 
     def work() -> None:
-        taken = take(parts)
-        wait_for_devices(taken)
-        Background().run(lambda: write_checkpoint(where, taken))
+        snapshot = collect_state(parts)
+        wait_for_devices(snapshot)
+        Background().run(lambda: write_checkpoint(where, snapshot))
 
     key = next_key(f"save to {where}")
     if is_spread(parts):
-        dealt = take(parts, key)
-        Background().run(lambda: write_together(dealt, lambda: write_checkpoint(where, dealt)))
+        gathered = collect_state(parts, key)
+        Background().run(lambda: write_together(gathered, lambda: write_checkpoint(where, gathered)))
     else:
         write_once(key, work)
     return where
@@ -110,8 +110,8 @@ def is_spread(parts: Mapping[str, object]) -> bool:
     return any(map(has_shards, parts.values())) and join() is not None
 
 
-def take(parts: Mapping[str, object], dealt_as: str | None = None) -> Taken:
-    """Take the states of objects and of the random generators, without copying; ``dealt_as``: the key of all ranks."""
+def collect_state(parts: Mapping[str, object], gathered_as: str | None = None) -> StateSnapshot:
+    """Collect the states of objects and random generators, without copies; ``gathered_as`` is the key of all ranks."""
     check_parts(parts, "save")
     if reserved := LOAD_OPTIONS & parts.keys():
         raise CheckpointContentError(f"save: {min(reserved)!r} is an option of load. Choose another name.")
@@ -119,17 +119,17 @@ def take(parts: Mapping[str, object], dealt_as: str | None = None) -> Taken:
     encoded = encode_parts(parts, tensors)
     document = {"parts": encoded, "rng": encode(take_rng_states(), "rng", {})}
     tensors = {stem: group for stem, group in tensors.items() if group}
-    if dealt_as is not None:
-        return _deal(document, tensors, dealt_as)
+    if gathered_as is not None:
+        return gather_to_writer(document, tensors, gathered_as)
     spread = next((name for group in tensors.values() for name, t in group.items() if is_shard(t)), None)
     if spread is not None:
         raise CheckpointContentError(
             f"save: {spread} is shared out over ranks. Pass the model or the optimizer that it is of, too: model=model."
         )
-    return Taken(document=document, files=files_of(tensors))
+    return StateSnapshot(document=document, files=files_of(tensors))
 
 
-def _deal(document: Mapping[str, Any], tensors: Files, key: str) -> Taken:
+def gather_to_writer(document: Mapping[str, Any], tensors: Files, key: str) -> StateSnapshot:
     """Put tensors together one at a time, each in the memory of the rank that writes it; all ranks call it."""
     group = join()
     if group is None:
@@ -147,53 +147,53 @@ def _deal(document: Mapping[str, Any], tensors: Files, key: str) -> Taken:
     for i, part in enumerate(files.values()):
         is_mine = group.rank == (i % group.size if all(map(is_shard, part.values())) else 0)
         for name, t in part.items():
-            whole = whole_of(t) if is_shard(t) else t.detach()
+            whole = full_tensor(t) if is_shard(t) else t.detach()
             part[name] = whole.to("cpu", copy=True) if is_mine else torch.empty_like(whole, device="meta")
-    return Taken(document=document, files=files, group=group, key=key)
+    return StateSnapshot(document=document, files=files, group=group, key=key)
 
 
-def wait_for_devices(taken: Taken) -> None:
+def wait_for_devices(snapshot: StateSnapshot) -> None:
     """Wait until GPUs have computed the tensors: another thread reads them on other streams than the caller's."""
-    for device in {t.device for tensors in taken.files.values() for t in tensors.values() if t.is_cuda}:
+    for device in {t.device for tensors in snapshot.files.values() for t in tensors.values() if t.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_checkpoint(path: Path, taken: Taken, run: Mapping[str, Any] | None = None) -> Path:
+def write_checkpoint(path: Path, snapshot: StateSnapshot, run: Mapping[str, Any] | None = None) -> Path:
     """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
-    document = {**({} if run is None else {"run": dict(run)}), **taken.document}
+    document = {**({} if run is None else {"run": dict(run)}), **snapshot.document}
     is_step = run is not None  # of a run, whose manager has a lock
     with must_be_writable(path, "save"), replacing(resolve_target(path, is_step), is_locked=is_step) as directory:
-        if (group := taken.group) is not None:
-            group.leave_note(f"{taken.key}: directory", json.dumps(str(directory)))  # which may be no UTF-8
-        digests = write_tensors(directory, _own_files(taken))
+        if (group := snapshot.group) is not None:
+            group.leave_note(f"{snapshot.key}: directory", json.dumps(str(directory)))  # which may be no UTF-8
+        digests = write_tensors(directory, _own_files(snapshot))
         if group is not None:
             for rank in range(1, group.size):
-                found = json.loads(group.read_note(f"{taken.key}: files of rank {rank}"))
+                found = json.loads(group.read_note(f"{snapshot.key}: files of rank {rank}"))
                 if "problem" in found:
                     raise CheckpointError(f"save: rank {rank} couldn't write its files: {found['problem']}")
                 digests |= found
-        write_document(directory, taken.files, digests, document)
+        write_document(directory, snapshot.files, digests, document)
     return path
 
 
-def write_together(taken: Taken, write: Callable[[], object]) -> None:
+def write_together(snapshot: StateSnapshot, write: Callable[[], object]) -> None:
     """Write a checkpoint on all ranks, without collectives, beside training: rank 0 by ``write``; all raise alike."""
-    group, note = taken.group, f"{taken.key}: directory"  # which is not there where rank 0 has failed to make it
-    if group is not None and group.rank != 0 and (made := group.find_first_note(note, taken.key)) is not None:
-        directory, note = Path(json.loads(made)), f"{taken.key}: files of rank {group.rank}"
+    group, note = snapshot.group, f"{snapshot.key}: directory"  # which is not there where rank 0 has failed to make it
+    if group is not None and group.rank != 0 and (made := group.find_first_note(note, snapshot.key)) is not None:
+        directory, note = Path(json.loads(made)), f"{snapshot.key}: files of rank {group.rank}"
         try:
             if not directory.is_dir():
                 raise CheckpointError(f"save: {directory} must be on a file system that all ranks share, not rank 0's.")
-            group.leave_note(note, json.dumps(write_tensors(directory, _own_files(taken))))
+            group.leave_note(note, json.dumps(write_tensors(directory, _own_files(snapshot))))
         except BaseException as error:
             group.leave_note(note, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
-            if group.find_note(taken.key) is None:  # else rank 0 has failed, and removed the directory
+            if group.find_note(snapshot.key) is None:  # else rank 0 has failed, and removed the directory
                 raise
-    write_once(taken.key, write)
+    write_once(snapshot.key, write)
 
 
-def _own_files(taken: Taken) -> Files:
-    return {file: part for file, part in taken.files.items() if not any(t.is_meta for t in part.values())}
+def _own_files(snapshot: StateSnapshot) -> Files:
+    return {file: part for file, part in snapshot.files.items() if not any(t.is_meta for t in part.values())}
 
 
 # Under ranks: rank 0 writes, and the others wait until it has, by a key and a count of each piece of work. They read a

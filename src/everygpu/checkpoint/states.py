@@ -29,7 +29,7 @@ from everygpu.checkpoint.parts import EXTRA_STATE, KNOWN, Contents, Kind, Part, 
 from everygpu.checkpoint.values import Json, cut, encode, identity
 from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, CheckpointMismatchError
 from everygpu.keys import bare_key, match_names
-from everygpu.parallel.fully_sharded.shards import is_shard, part_like, take_parts
+from everygpu.parallel.fully_sharded.shards import is_shard, shard_like, shard_state
 from everygpu.torch_private.core import NormBase
 from everygpu.tree import map_leaves
 
@@ -353,7 +353,7 @@ def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Res
     loaded._metadata = versions  # type: ignore[attr-defined]
 
     def restore() -> None:
-        take_parts(loaded, own)
+        shard_state(loaded, own)
         model.load_state_dict(loaded, strict=fit.strict and not left_out)
 
     return restore, {saved[new]: here for new, here in matched.items()}
@@ -499,7 +499,7 @@ def _take_own(target: Any, name: str, state: Any) -> Any:
                     what = f"keeps {cut(other)} of another shape than its parameter's, as Adafactor does, which torch "
                     raise _mismatch(name, f"{what}can't update on sharded parameters", "choose another one, or ")
                 is_part = {k: k in tensors and v.shape == p.shape for k, v in about.items()}
-                found[key] = {k: part_like(v, p) if is_part[k] else detach(v) for k, v in about.items()}
+                found[key] = {k: shard_like(v, p) if is_part[k] else detach(v) for k, v in about.items()}
     return {**state, "state": found} if has_rows else state
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from everygpu.errors import CheckpointContentError
-from everygpu.parallel.fully_sharded.shards import is_shard, local_part, unless_alone
+from everygpu.parallel.fully_sharded.shards import is_shard, local_if_single, local_part
 
 Json: TypeAlias = Any
 
@@ -115,7 +115,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _encode(value: object, path: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
     if isinstance(value, Tensor):
-        value = unless_alone(value)
+        value = local_if_single(value)
         if value.dtype == torch.complex128 and value.layout == torch.strided and not is_shard(value):
             pairs = torch.view_as_real(value.detach().resolve_conj().resolve_neg())
             return {"$complex128": _put_aside(pairs, path, tensors, names)}

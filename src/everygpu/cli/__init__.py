@@ -6,13 +6,11 @@ from typing import Any
 import click
 
 from everygpu import __version__
-from everygpu.cli.bench import compare_ways
+from everygpu.cli import bench, doctor, run
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
-from everygpu.cli.doctor import find_faults
 from everygpu.cli.output import say, without_caller
 from everygpu.cli.plan import plan_model
-from everygpu.cli.run import run_chosen
 from everygpu.errors import EveryGPUError
 from everygpu.exit_codes import INTERRUPTED, MEANINGS, OTHER, UNREADABLE, code_of
 
@@ -58,5 +56,5 @@ def main() -> None:
     """Group the commands."""
 
 
-for command in (run_chosen, list_devices, find_faults, compare_ways, plan_model, checkpoint):
+for command in (run.run, list_devices, doctor.doctor, bench.bench, plan_model, checkpoint):
     main.add_command(command)

@@ -42,7 +42,7 @@ _NUM_CPU_REPLICAS = 2
 )
 @click.option("--json", "json_file", type=UserPath(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option("--apart", hidden=True)
-def compare_ways(
+def bench(
     models: tuple[str, ...],
     peers: tuple[str, ...],
     gpus: int | None,

@@ -22,7 +22,7 @@ _SIGNS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ER
 @click.command("doctor")
 @click.option("--quick", is_flag=True, help="Skip the copies between GPUs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def find_faults(quick: bool, as_json: bool) -> None:
+def doctor(quick: bool, as_json: bool) -> None:
     """Find what keeps the GPUs from working, or slows them down.
 
     Checks versions, health and limits, and copies known bytes between every two GPUs; training then trusts the

@@ -68,7 +68,7 @@ torchrun_options = option_group(  # in both of torchrun's spellings
 @click.option("-m", "--module", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run_chosen(
+def run(
     request: Request,
     filters: Filters,
     wait: bool,

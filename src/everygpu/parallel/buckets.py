@@ -438,7 +438,7 @@ ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
 
 
-class Bucket:
+class BroadcastBucket:
     """Tensors of one dtype that travel together.
 
     Each time they are sent to new memory, one flat tensor per device whose slots have the shapes and strides of the
@@ -579,7 +579,7 @@ class _Broadcast(torch.autograd.Function):
     """Connect a bucket's slots to the originals."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, replicas: Any, slots: Any, *originals: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bucket: BroadcastBucket, replicas: Any, slots: Any, *originals: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
         ctx.width = len(originals)

@@ -26,13 +26,13 @@ from everygpu.parallel.engines.engine import Engine, EngineContext, may_replay
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, apply_once
 from everygpu.parallel.forward_lock import ForwardLock
-from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
+from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_sharded
 from everygpu.parallel.fully_sharded.options import Sharding, check_ranks, read_options
 from everygpu.parallel.fully_sharded.wrap import share_out
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.ranks import RankModel, check_devices, own_devices
 from everygpu.parallel.replicas.module_tree import check_module, place_module, without_wrappers
-from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
 from everygpu.parallel.scatter.denominator import LabelCheck, seeing_losses
@@ -42,7 +42,7 @@ from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import Group, join
 from everygpu.torch_private.compiler import not_compiled
 
-VERBS = ("scatter", "replicate", "parallel_apply", "gather")
+METHODS = ("scatter", "replicate", "parallel_apply", "gather")
 GATHER_RULES = ("sharded", "joined")
 BUFFER_RULES = ("first", "mean")
 
@@ -225,7 +225,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             has_ranks=join() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-        engine = table.make_engine("threads" if is_shared_out(self) else self.engine, context)
+        engine = table.make_engine("threads" if is_sharded(self) else self.engine, context)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
@@ -513,7 +513,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     # Replicas.
 
-    def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
+    def make_replicas(
+        self, make_leaves: Callable[[], ReplicaLeaves] | None = None, *, fixed: bool = False
+    ) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
         return ReplicaSet(
             self.module,
@@ -624,16 +626,16 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
                 f"DataParallel: gather must be a method, as torch.nn.DataParallel's, got {value!r}. Set gather_rule."
             )
         super().__setattr__(name, value)
-        if name in VERBS and "_lock" in vars(self):
+        if name in METHODS and "_lock" in vars(self):
             self.release()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        if name in VERBS and "_lock" in vars(self):
+        if name in METHODS and "_lock" in vars(self):
             self.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        if is_shared_out(self):
+        if is_sharded(self):
             raise CopyError(
                 "DataParallel: a model that is shared out over ranks can't be copied or pickled. Save it by "
                 "everygpu.save(path, model=model), which loads into any other."
@@ -662,7 +664,7 @@ def _tell_batch_norm(level: int) -> None:
 def overridden(wrapper: DataParallel) -> tuple[str, ...]:
     """Return which of the four verbs are a subclass's, or this object's own."""
     own = vars(wrapper)
-    return tuple(v for v in VERBS if v in own or getattr(type(wrapper), v) is not getattr(DataParallel, v))
+    return tuple(v for v in METHODS if v in own or getattr(type(wrapper), v) is not getattr(DataParallel, v))
 
 
 def data_parallel(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from everygpu.keys import align_keys, unwrap
-from everygpu.parallel.fully_sharded.shards import take_parts
+from everygpu.parallel.fully_sharded.shards import shard_state
 from everygpu.parallel.replicas.remap import TABLES
 
 
@@ -41,7 +41,7 @@ class ModuleWrapper(nn.Module):
         inner = unwrap(self)
         own = inner.state_dict()
         aligned = align_keys(state_dict, own.keys())
-        take_parts(aligned, own)
+        shard_state(aligned, own)
         return inner.load_state_dict(aligned, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

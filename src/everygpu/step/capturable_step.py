@@ -51,7 +51,7 @@ class CapturableStep(Capturable[Tensor]):
         self._step = step
         self._strategy = strategy
         self._must = must
-        self._is_beside = True
+        self._overlaps_backward = True
         self._has_own_leaves = True
         """Whether captures go backward to leaves of their own; not where a loss has parameters that it took before."""
         self._is_bypassed = False
@@ -96,7 +96,7 @@ class CapturableStep(Capturable[Tensor]):
             return None
         needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole
         checks = self._step._finite_check.is_on
-        return self._strategy.early_update(beside=self._is_beside and not needs_all, checks=checks)
+        return self._strategy.early_update(overlap_backward=self._overlaps_backward and not needs_all, checks=checks)
 
     def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Captured:
         draw_seeds(self.roots(), self._step.model.replica_devices)
@@ -130,12 +130,12 @@ class CapturableStep(Capturable[Tensor]):
             return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
         # doesn't help, other kinds of batches begin with updates beside backward again.
-        was_beside, self._is_beside = self._is_beside, not self._is_beside
-        return was_beside and self._updates_at_once()
+        overlapped, self._overlaps_backward = self._overlaps_backward, not self._overlaps_backward
+        return overlapped and self._updates_at_once()
 
     def give_up(self, reason: str) -> None:
         self._step._finite_check.wait()  # for kernels' updates that are not to count
-        self._strategy.settle()
+        self._strategy.stop_capturing()
 
     def begin(self, captured: _Captured) -> bool:
         if not self._strategy.is_ready():

@@ -27,7 +27,7 @@ from everygpu.parallel.cuda_graphs.transfer import (
     lay_out,
     send_blocks,
 )
-from everygpu.step.finite_check import MADE, PARTLY
+from everygpu.step.finite_check import UpdateStatus
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor, norm_of, norms_of
@@ -42,10 +42,10 @@ def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
     devices = flat_params.devices
     is_alone = len(devices) == 1
     reach = is_alone or (len(set(devices)) == len(devices) and reach_each_other(devices) and comm.has_triton())
-    return fits(flat_params, shards) and reach
+    return supports_captured_update(flat_params, shards) and reach
 
 
-def fits(flat_params: FlatParameters, shards: Shards) -> bool:
+def supports_captured_update(flat_params: FlatParameters, shards: Shards) -> bool:
     """Tell whether parameters and optimizers are such as captured updates serve."""
     slots = [slot for plan in flat_params.plans for slot in plan.slots]
     whole_blocks = len(flat_params.devices) == 1 or all(slot.start % BLOCK_NUMEL == 0 for slot in slots)
@@ -60,19 +60,19 @@ class EarlyUpdate(ABC):
     """
 
     def __init__(
-        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, overlap_backward: bool, checks: bool
     ) -> None:
         self._flat_params = flat_params
         self._shards = shards
         self._expected = expected
-        self._is_beside = beside
+        self._overlaps_backward = overlap_backward
         self._checks = checks
         self._devices = flat_params.devices
         self._plans = flat_params.plans
         self.touched: set[int] = set()
         """The parameters that got a gradient, on any device."""
         self._marks = ReadyEvents(self._devices)
-        self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
+        self._made = torch.full((), UpdateStatus.APPLIED, dtype=torch.float32, device=self._devices[0])
         self._found_inf = [torch.zeros(len(self._plans), dtype=torch.float32, device=d) for d in self._devices]
         """For each device and bucket, 1 where it is not updated."""
         self.status = torch.zeros((), dtype=torch.float32, device=self._devices[0])
@@ -112,7 +112,7 @@ class EarlyUpdate(ABC):
 
     def _watch(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
         def complete(t: Tensor) -> None:
-            if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
+            if self._overlaps_backward:  # its value is no longer the one that forward saw: backward refuses to use it
                 increment_version(t)
             note(t)
 
@@ -135,7 +135,7 @@ class EarlyUpdate(ABC):
         if self._checks:
             if norm is not None:
                 self.status.add_(norm, alpha=0)
-            found_inf = comm.copy_to_each(torch.ne(self.status, MADE).float(), self._devices)
+            found_inf = comm.copy_to_each(torch.ne(self.status, UpdateStatus.APPLIED).float(), self._devices)
         if clip_norm is not None and norm is not None:
             scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
         self._shards.step(self.touched, found_inf, grads=grads, grad_scales=scales)
@@ -156,15 +156,15 @@ class UpdateInPlace(EarlyUpdate):
 
     def check(self, loss: Tensor) -> None:
         super().check(loss)
-        if self._is_beside:
+        if self._overlaps_backward:
             (found_inf,) = self._found_inf
-            torch.ne(self.status.expand_as(found_inf), MADE, out=found_inf)
+            torch.ne(self.status.expand_as(found_inf), UpdateStatus.APPLIED, out=found_inf)
 
     def queue(self, clip_norm: float | None = None) -> Tensor | None:
-        if self._is_beside:
-            self._marks.run_beside({b: functools.partial(self._update, b) for b in self._used(self.touched)})
+        if self._overlaps_backward:
+            self._marks.run_overlapped({b: functools.partial(self._update, b) for b in self._used(self.touched)})
             if self._checks:
-                self.status.add_(self._found_inf[0].amax(), alpha=PARTLY - MADE)
+                self.status.add_(self._found_inf[0].amax(), alpha=UpdateStatus.PARTLY_APPLIED - UpdateStatus.APPLIED)
             return None
         needs_norm = self._checks or clip_norm is not None
         norm = norm_of(list(self._grads.values())).float() if needs_norm and self._grads else None
@@ -202,9 +202,9 @@ class UpdateByChunks(EarlyUpdate):
     """
 
     def __init__(
-        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, overlap_backward: bool, checks: bool
     ) -> None:
-        super().__init__(flat_params, shards, expected, beside=beside, checks=checks)
+        super().__init__(flat_params, shards, expected, overlap_backward=overlap_backward, checks=checks)
         devices, plans = self._devices, self._plans
         comm.connect(devices)
         # What the kernels read: tables that are filled once the capture is made.
@@ -231,12 +231,12 @@ class UpdateByChunks(EarlyUpdate):
 
     def queue(self, clip_norm: float | None = None) -> Tensor | None:
         used = self._used(self.touched)
-        work = self._update if self._is_beside else self._reduce
+        work = self._update if self._overlaps_backward else self._reduce
         works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in used}
-        if self._checks and self._is_beside:
+        if self._checks and self._overlaps_backward:
             works[_LOSS] = self._send_gate
-        self._marks.run_beside(works)
-        if self._is_beside:
+        self._marks.run_overlapped(works)
+        if self._overlaps_backward:
             return None
         synchronize_streams(self._devices)
         squares = [torch.cat(rows).sum() for rows in zip(*self._squares)]
@@ -263,13 +263,17 @@ class UpdateByChunks(EarlyUpdate):
 
     def _send_gate(self) -> None:
         first = self._found_inf[0]
-        torch.ne(self.status.expand_as(first), MADE, out=first)
+        torch.ne(self.status.expand_as(first), UpdateStatus.APPLIED, out=first)
         self._found_inf = list(comm.copy_to_each(first, self._devices))
 
     def _reduce(self, b: int) -> None:
-        notes: dict[str, Sequence[Any]] = {} if self._is_beside else {"squares": self._squares[b]}
-        if self._checks and self._is_beside:  # else the norm tells
-            notes = {"status": self._status_at, "found": self._found_inf, "mark": [PARTLY] * len(self._devices)}
+        notes: dict[str, Sequence[Any]] = {} if self._overlaps_backward else {"squares": self._squares[b]}
+        if self._checks and self._overlaps_backward:  # else the norm tells
+            notes = {
+                "status": self._status_at,
+                "found": self._found_inf,
+                "mark": [UpdateStatus.PARTLY_APPLIED.value] * len(self._devices),
+            }
         tables = self._sources[b].tables, self._lengths[b], self._targets
         add_blocks(self._plans[b], self._devices, *tables, index=b, notes=notes)
 

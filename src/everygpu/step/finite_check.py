@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,16 @@ LAG = 8
 """Updates that may be queued after one before the host reads its status: so it hardly ever waits for the device."""
 MAX_IN_ROW = 10
 """As many updates left out one after another raise."""
-MADE, SCALED, PARTLY = 1.0, 2.0, 3.0
-"""Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large; it was made
-but for buckets with gradients that aren't finite. It is nan for an update that was left out."""
+
+
+class UpdateStatus(float, Enum):
+    """What became of an update, as devices write it; nan for one that was skipped because of what isn't finite."""
+
+    APPLIED = 1.0
+    SCALE_TOO_LARGE = 2.0
+    """Skipped: under float16's loss scale a gradient has overflowed."""
+    PARTLY_APPLIED = 3.0
+    """Applied but to buckets with gradients that aren't finite."""
 
 
 class _Update(NamedTuple):
@@ -87,12 +95,12 @@ class FiniteCheck:
 
     def _judge(self, update: _Update) -> None:
         value = update.status.item()
-        if value == MADE:
+        if value == UpdateStatus.APPLIED:
             self._num_in_row = 0
             return
         self.num_skipped += 1
-        if value != SCALED:
-            self._note_left_out(update.number, is_partial=value == PARTLY)
+        if value != UpdateStatus.SCALE_TOO_LARGE:
+            self._note_left_out(update.number, is_partial=value == UpdateStatus.PARTLY_APPLIED)
 
     def _note_left_out(self, number: int, *, is_partial: bool) -> None:
         self._num_in_row += 1

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel, overridden
-from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_shared_out
+from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_sharded
 from everygpu.step.finite_check import RULES
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import FullyShardedUpdate, ShardedUpdate
@@ -139,12 +139,12 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
             f"TrainStep: capture=True needs DataParallel's own methods, got a {type(model).__qualname__} with its own "
             f"{own}. Pass capture='auto'."
         )
-    if capture is True and is_shared_out(model):
+    if capture is True and is_sharded(model):
         raise OptionError(
             "TrainStep: capture=True needs whole parameters in one place, and this model is shared out over ranks. "
             "Pass capture='auto'."
         )
-    on_gpus = not is_shared_out(model) and all(d.type == "cuda" for d in model.replica_devices)
+    on_gpus = not is_sharded(model) and all(d.type == "cuda" for d in model.replica_devices)
     if capture is True and not on_gpus:
         raise OptionError(
             f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.replica_devices)}. "
@@ -161,7 +161,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks
     num_devices, ranks = len(model.replica_devices), model.rank_model
     own, counts = own_code(model), [num_devices] if ranks is None else ranks.group.gather(num_devices)
     _check_optimizer(model, optimizer, own, counts)
-    if ranks is not None and is_shared_out(model):
+    if ranks is not None and is_sharded(model):
         return FullyShardedUpdate(model, ranks.group, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
@@ -195,7 +195,7 @@ def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list
         )
     if not isinstance(optimizer, ShardedOptimizer):
         return
-    if is_shared_out(model):
+    if is_sharded(model):
         raise OptimizerError(
             "TrainStep: a model that is shared out over ranks has its optimizer's states shared out as well, got a "
             "ShardedOptimizer. Pass the optimizer that it was made of."

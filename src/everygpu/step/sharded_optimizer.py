@@ -177,7 +177,7 @@ class ShardedOptimizer(Optimizer):
         self._params, self._shards = list(params), shards  # now: an interruption before has left all of the state
         self._drop_whole_state()
 
-    def hand_back(self) -> None:
+    def return_to_stock_optimizer(self) -> None:
         """Give the stock optimizer its whole state, which is to step itself."""
         self._fill_state(self._params[0].device if self._params else None)
         self._shards = None
@@ -238,7 +238,7 @@ class ShardedOptimizer(Optimizer):
 
     def _watch_module(self) -> list[RemovableHandle]:
         def take_back(_: Optimizer, args: Any, kwargs: Any) -> None:
-            self.hand_back()  # until the next step of this one
+            self.return_to_stock_optimizer()  # until the next step of this one
 
         def fill(_: Optimizer) -> None:
             self._fill_state()

@@ -18,7 +18,7 @@ from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replica
 from everygpu.parallel.reducer import BucketQueue, Reducer, SummedGrads, noting_task
 from everygpu.parallel.replicas.module_tree import has_hooks, place_module
 from everygpu.parallel.replicas.remap import in_place_of
-from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
 from everygpu.ranks.group import Group
 from everygpu.step.early_update import EarlyUpdate, UpdateByChunks, UpdateInPlace, can_update_early
 from everygpu.step.flat_parameters import FlatParameters, PerDevice
@@ -292,27 +292,27 @@ class ShardedUpdate:
         frozen = [] if self._replicas is None else self._replicas.kept()
         return [*self.flat_params.kept(), *frozen]
 
-    def settle(self) -> None:
+    def stop_capturing(self) -> None:
         """Where it may, go on as a plain loop: no step will be captured. Ranks do so together."""
         self._is_given_up = True
         if self._group is None:
-            self._hand_back()
+            self._return_to_stock_optimizer()
 
-    def settle_with_ranks(self) -> None:
+    def agree_with_ranks(self) -> None:
         """Ask the ranks, before some updates, whether none will capture a step; all call it before each."""
         if self._group is None or self._sharded is None or not self._settles:
             return
         self._num_begun += 1
         asks = self._num_begun >= FIRST_ASKED and self._num_begun & (self._num_begun - 1) == 0
         if asks and self._group.begin_max([not self._is_given_up])() == [0]:
-            self._hand_back()
+            self._return_to_stock_optimizer()
 
-    def _hand_back(self) -> None:
+    def _return_to_stock_optimizer(self) -> None:
         """Give the stock optimizer its state back."""
         if self._sharded is None or not self._settles:
             return
         self.flat_params.hand_back_grads()
-        self._sharded.hand_back()
+        self._sharded.return_to_stock_optimizer()
         self._num_arrangements += 1
         self._optimizer, self._sharded = self._sharded.module, None
         prefer_fused(self._optimizer)
@@ -370,7 +370,7 @@ class ShardedUpdate:
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
-    def early_update(self, *, beside: bool, checks: bool) -> EarlyUpdate | None:
+    def early_update(self, *, overlap_backward: bool, checks: bool) -> EarlyUpdate | None:
         """Return what queues reduction and update with a backward that is captured; None where that can't be."""
         shards = self._shards
         if self._sharded is None or self._early_options() is None:
@@ -380,7 +380,7 @@ class ShardedUpdate:
         # A step that is left out: what it makes and loads isn't to be made and loaded while capturing.
         shards.step(self._touched, [torch.ones((), dtype=torch.float32, device=d) for d in shards.devices])
         kind = UpdateInPlace if len(shards.devices) == 1 else UpdateByChunks
-        return kind(self.flat_params, shards, self._touched, beside=beside, checks=checks)
+        return kind(self.flat_params, shards, self._touched, overlap_backward=overlap_backward, checks=checks)
 
     def prepare_update(self) -> None:
         """Have an update that is captured take the learning rates of now."""
@@ -459,7 +459,7 @@ class ShardedUpdate:
         optimizer.attach(flat_params.params, self._shards)
         self._has_kernels = can_update_early(flat_params, self._shards)
 
-    def _make_leaves(self) -> Leaves:
+    def _make_leaves(self) -> ReplicaLeaves:
         self.flat_params.adopt()
         twins = {id(p): list(row) for p, *row in zip(self.flat_params.params, *self.flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}

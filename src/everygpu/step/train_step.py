@@ -20,7 +20,7 @@ from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.capturable_step import make_capture
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.finite_check import MADE, SCALED, FiniteCheck, Kept, keep_statistics, put_back_unless_finite
+from everygpu.step.finite_check import FiniteCheck, Kept, UpdateStatus, keep_statistics, put_back_unless_finite
 from everygpu.step.loss import (
     BatchWeights,
     as_batch,
@@ -177,7 +177,7 @@ class TrainStep:
         """Of the last gradient, before it was clipped, where that was computed."""
         self._norms: Shares = []
         """Where that was not computed, the norm of each of its parts."""
-        self._made = torch.full((), MADE, dtype=torch.float32, device=self._home)
+        self._made = torch.full((), UpdateStatus.APPLIED, dtype=torch.float32, device=self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
@@ -326,7 +326,7 @@ class TrainStep:
             self._weights.drop()
         if self._ranks is not None:
             if self._num_batches == 0:
-                self._strategy.settle_with_ranks()
+                self._strategy.agree_with_ranks()
             self._ranks.copy_buffers(self.model.module)
         self._weights.begin(batch, self.accumulate)
 
@@ -388,7 +388,7 @@ class TrainStep:
             found_inf = find_inf(self._norms, self._made)
         status = None if losses is None else self._judge(losses, found_inf)
         if status is not None:
-            found_inf = torch.ne(status, MADE, out=torch.empty_like(status))
+            found_inf = torch.ne(status, UpdateStatus.APPLIED, out=torch.empty_like(status))
         self._strategy.apply(found_inf)
         if self._scale is not None and found_inf is not None:
             self._scale.update(found_inf)
@@ -401,7 +401,8 @@ class TrainStep:
         if self._scale is not None and found_inf is not None:
             # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
             is_bad = status.isnan() | ((found_inf != 0) & (self._scale.value < 1))
-            return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()
+            scaled = torch.where(found_inf != 0, UpdateStatus.SCALE_TOO_LARGE, UpdateStatus.APPLIED)
+            return torch.where(is_bad, float("nan"), scaled).float()
         if self._norm is not None:
             return torch.add(status, self._norm, alpha=0).float()
         return status if found_inf is None else torch.where(found_inf != 0, float("nan"), status).float()

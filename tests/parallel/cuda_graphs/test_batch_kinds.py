@@ -14,7 +14,7 @@ def run(kinds, stream):
     for key in stream:
         kinds.come_again(key)
         if key not in captured and kinds.is_due(key):
-            captured.discard(kinds.make_room())
+            captured.discard(kinds.kind_to_evict())
             captured.add(key)
             made.append(key)
             kinds.note_use(key)

@@ -39,15 +39,15 @@ def test_one_has_the_turn_and_nobody_waits() -> None:
 
 def test_what_waits_for_gpus_is_put_off() -> None:
     turn, calls = CaptureLock(), []
-    turn.run_between(lambda: calls.append("at once"))
+    turn.defer_until_idle(lambda: calls.append("at once"))
     assert calls == ["at once"]
     with turn.taken():
-        turn.run_between(lambda: calls.append("by its own thread"))
-        in_a_thread(lambda: turn.run_between(lambda: calls.append("by another")))
+        turn.defer_until_idle(lambda: calls.append("by its own thread"))
+        in_a_thread(lambda: turn.defer_until_idle(lambda: calls.append("by another")))
         assert calls == ["at once"]
-        turn.catch_up()
+        turn.run_deferred()
         assert sorted(calls) == ["at once", "by another", "by its own thread"]
-        turn.run_between(lambda: calls.append("afterwards"))
+        turn.defer_until_idle(lambda: calls.append("afterwards"))
         assert len(calls) == 3
     assert calls[3:] == ["afterwards"]
 
@@ -57,10 +57,10 @@ def test_what_is_put_off_may_put_off() -> None:
     turn, calls = CaptureLock(), []
 
     def first() -> None:
-        turn.run_between(lambda: calls.append("second"))
+        turn.defer_until_idle(lambda: calls.append("second"))
         calls.append("first")
 
-    turn.run_between(first)
+    turn.defer_until_idle(first)
     assert calls == ["first", "second"]
 
 
@@ -71,7 +71,7 @@ def test_nothing_that_is_put_off_is_forgotten() -> None:
         for _ in range(500):
             with turn.taken():
                 pass
-            turn.run_between(lambda: calls.append(1))
+            turn.defer_until_idle(lambda: calls.append(1))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -138,7 +138,7 @@ def test_brief_work_of_another_thread_is_waited_for(monkeypatch: pytest.MonkeyPa
             assert may_replay
             work()
 
-    thread = threading.Thread(target=replay if other == "replay" else lambda: lock.run_between(work))
+    thread = threading.Thread(target=replay if other == "replay" else lambda: lock.defer_until_idle(work))
     thread.start()
     assert begun.wait(60)
     threading.Timer(0.01, may_end.set).start()

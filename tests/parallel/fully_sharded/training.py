@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.parallel.fully_sharded.shards import is_shard, whole_of
+from everygpu.parallel.fully_sharded.shards import full_tensor, is_shard
 
 NUM_STEPS, VOCABULARY, WIDTH = 5, 11, 6
 
@@ -157,4 +157,4 @@ def by_step(case, model, optimizer):
 
 def whole_state(model):
     """Return a state dict whole, without a share's rows."""
-    return {k: whole_of(v) if is_shard(v) else v.detach().clone() for k, v in model.state_dict().items()}
+    return {k: full_tensor(v) if is_shard(v) else v.detach().clone() for k, v in model.state_dict().items()}

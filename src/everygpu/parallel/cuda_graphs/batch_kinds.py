@@ -82,7 +82,7 @@ class BatchKinds:
         times.append(self._step)
         if len(self._times) > MAX_COUNTED:
             del self._times[next(iter(self._times))]
-        return len(times) > self._num_eager_steps() and key not in self._refused and self._has_room(key)
+        return len(times) > self._num_eager_steps() and key not in self._refused and self._has_memory(key)
 
     def is_to_be_noted(self, key: Any) -> bool:
         """Return, once for a kind, whether to look at what its steps run; at first they have run once by then."""
@@ -97,7 +97,7 @@ class BatchKinds:
         """Whether batches of some kind could be captured; that may have been dropped, and be made again."""
         return bool(self._known)
 
-    def make_room(self) -> Any:
+    def kind_to_evict(self) -> Any:
         """Return the kind whose capture is to go before a further one is made; None where there is room."""
         if not self._captured or self._why_full() is None:
             return None
@@ -132,7 +132,7 @@ class BatchKinds:
     def _num_eager_steps(self) -> int:
         return 1 if self._captured else NUM_WARM_UPS
 
-    def _has_room(self, key: Any) -> bool:
+    def _has_memory(self, key: Any) -> bool:
         """Whether a further kind may be captured, if need be in place of another; the first one always may."""
         if key not in self._known and len(self._refused) >= MAX_REFUSED:
             return False

@@ -25,7 +25,14 @@ from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_ob
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import CAPTURE_LOCK, MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
-from everygpu.parallel.cuda_graphs.static_batch import Batch, Leaves, NotStatic, StaticBatch, describe_batch, leaves_of
+from everygpu.parallel.cuda_graphs.static_batch import (
+    Batch,
+    BatchLeaves,
+    NotStatic,
+    StaticBatch,
+    describe_batch,
+    leaves_of,
+)
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec
 
@@ -40,7 +47,7 @@ ALLOWED_SHARE = 0.1
 """What part of a run they may take besides: a language model with twelve lengths takes 3 to 4 s for each."""
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of the first replica."""
 
 
@@ -86,7 +93,7 @@ class ForwardProofs:
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeGraph | None:
         return next((graph for graph in self._graphs if graph.holds(args, kwargs)), None)
 
-    def _prove(self, module: nn.Module, call: Arguments, *, is_first: bool) -> WholeGraph | str:
+    def _prove(self, module: nn.Module, call: CallArguments, *, is_first: bool) -> WholeGraph | str:
         if is_first:
             self._graphs, self._num_open = [], 0
         graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
@@ -105,7 +112,7 @@ class ForwardProofs:
         return graph
 
 
-def _first_call(batch: Batch, spec: ScatterSpec) -> Arguments:
+def _first_call(batch: Batch, spec: ScatterSpec) -> CallArguments:
     args, kwargs, _ = batch
     call = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)
     return call.args[0], call.kwargs[0]
@@ -291,7 +298,7 @@ class Capture(Generic[Result]):
         with torch.autograd.set_multithreading_enabled(False), self._code.noting():  # backward, in this thread
             yield
 
-    def _launch(self, key: Any, captured: _CapturedStep, batch: Batch, leaves: Leaves) -> Result | None:
+    def _launch(self, key: Any, captured: _CapturedStep, batch: Batch, leaves: BatchLeaves) -> Result | None:
         with captured.graph.may_replay() as may_replay:
             if not may_replay or not self._holds(captured) or not self._step.begin(captured.result):
                 return None
@@ -369,7 +376,7 @@ class Capture(Generic[Result]):
             self._give_up(f"captures were made {MAX_ATTEMPTS} times, and none served for long{last}")
             return None
         version = self._code.version
-        self._graphs.pop(self._kinds.make_room(), None)
+        self._graphs.pop(self._kinds.kind_to_evict(), None)
         with DRAW_GATE.alone(_LOADING_S) as is_alone:
             found, has_drawn = self._attempt_all(batch)
         if self._code.version != version:  # what more is read is held from the next step on
@@ -437,7 +444,7 @@ class Capture(Generic[Result]):
         """Capture, or say why not."""
         others = next(iter(self._graphs.values()), None)
         # They are replayed in turn, and nothing has to stay in their memory in between.
-        graph = MultiGpuGraph(self._route.devices) if others is None else others.graph.next()
+        graph = MultiGpuGraph(self._route.devices) if others is None else others.graph.new_in_same_pool()
         try:
             prepared, before = self._step.prepare(), held.versions()
             proof = self._prove(held) if self._step.needs_proof() else None

@@ -39,7 +39,7 @@ from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync, w
 from everygpu.parallel.engines.engine import EngineContext
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.replicas.remap import in_place_of
-from everygpu.parallel.replicas.replica_set import Leaves as Twins
+from everygpu.parallel.replicas.replica_set import ReplicaLeaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.denominator import denominator_of
 from everygpu.parallel.sharded.functions import mark_alias
@@ -403,7 +403,7 @@ class CapturedForward(Capturable[PerReplica]):
         self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]
     ) -> tuple[MultiGpuGraph, list[list[Grads]]]:
         """Capture the backward from some outputs in the memory of the forward's graph."""
-        backward, leaves, sums = graph.next(), prepared.leaves, prepared.sums
+        backward, leaves, sums = graph.new_in_same_pool(), prepared.leaves, prepared.sums
         try:
             grads = backward.capture(lambda: _go_backward(outputs, seeds, leaves, sums, self._devices))
         finally:
@@ -427,7 +427,7 @@ def _go_backward(
     for b, (total, row) in enumerate(zip(sums, grads)):
         for replica in total.take(row):
             events.forget(b, replica)
-    events.run_beside({b: total.run for b, total in enumerate(sums)})
+    events.run_overlapped({b: total.run for b, total in enumerate(sums)})
     return grads
 
 

@@ -45,25 +45,25 @@ class CaptureLock:
             yield True
         finally:
             self._release()
-            self._catch_up_if_free()
+            self._run_deferred_if_idle()
 
-    def run_between(self, function: Callable[[], None]) -> None:
+    def defer_until_idle(self, function: Callable[[], None]) -> None:
         """Call a function that waits for all of a GPU's streams, which CUDA forbids while one of them is captured: at
         once, or, while a thread holds the lock, by that thread later.
         """
         self._pending.append(function)
-        self._catch_up_if_free()
+        self._run_deferred_if_idle()
 
-    def catch_up(self) -> None:
+    def run_deferred(self) -> None:
         """Call what is pending; for the thread that holds the lock, while it captures nothing."""
         while self._pending:
             self._pending.pop()()
 
-    def _catch_up_if_free(self) -> None:
+    def _run_deferred_if_idle(self) -> None:
         # Looked at again after each release: what came in between found the lock taken.
         while self._pending and self._acquire(captures=False, waits=False):
             try:
-                self.catch_up()
+                self.run_deferred()
             finally:
                 self._release()
 
@@ -139,11 +139,11 @@ class MultiGpuGraph:
                 raise
             self._end()
         give_back = functools.partial(_release, self._graph, self._devices, self._pool)
-        release = weakref.finalize(self, CAPTURE_LOCK.run_between, give_back)
+        release = weakref.finalize(self, CAPTURE_LOCK.defer_until_idle, give_back)
         release.atexit = False
         return result
 
-    def next(self) -> "MultiGpuGraph":
+    def new_in_same_pool(self) -> "MultiGpuGraph":
         """Make a graph for what comes after this one, in the same memory: they are replayed in turn.
 
         Tensors that the second reads must be referenced while it is captured.
@@ -282,7 +282,7 @@ def return_memory(devices: Sequence[torch.device]) -> None:
         torch.cuda.synchronize(d)
     with profiling(None):  # what finalizers and callbacks run is no part of a step
         gc.collect()
-    CAPTURE_LOCK.catch_up()
+    CAPTURE_LOCK.run_deferred()
     # Libraries' workspaces: those of the graph are to be its own.
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
@@ -353,7 +353,7 @@ class ReadyEvents:
         """Have a group wait for all that is queued for a replica: it is not as it was at the moment."""
         self._ready.pop((group, replica), None)
 
-    def run_beside(self, works: Mapping[int, Callable[[], None]]) -> None:
+    def run_overlapped(self, works: Mapping[int, Callable[[], None]]) -> None:
         """Queue each group's work beside what is left of the backward, and have the current streams wait for it.
 
         Groups come in the order in which they are ready: one that comes too early holds up those behind it. Each is

@@ -153,7 +153,7 @@ class Replay:
             )
         for seed, grad in zip(captured.seeds, given.values()):
             comm.fill(seed, grad)
-        captured.sync.make_room()
+        captured.sync.allocate_sums()
         with captured.backward.may_replay() as may_replay:
             if not may_replay:
                 raise CaptureError(

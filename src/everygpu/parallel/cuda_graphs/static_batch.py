@@ -23,7 +23,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 """The model's positional and keyword arguments, and what the loss takes after the output."""
 
 
-Leaves = list[tuple[str, Any]]
+BatchLeaves = list[tuple[str, Any]]
 """Of a batch, with their paths: found once for each step."""
 
 
@@ -31,12 +31,12 @@ class NotStatic(Exception):  # noqa: N818 - no error: such a batch runs eagerly
     """A batch holds something that can't be kept at a fixed address."""
 
 
-def leaves_of(batch: Batch) -> Leaves:
+def leaves_of(batch: Batch) -> BatchLeaves:
     """List a batch's leaves, each with its path."""
     return list(tree.leaves(batch, "batch"))
 
 
-def describe_batch(batch: Batch, route: ScatterSpec, found: Leaves | None = None) -> tuple[Any, ...]:
+def describe_batch(batch: Batch, route: ScatterSpec, found: BatchLeaves | None = None) -> tuple[Any, ...]:
     """Return what must be equal in two batches for the same memory to hold either.
 
     Raises:
@@ -64,7 +64,7 @@ class StaticBatch:
         self._slots = {i: self._make_slot(leaves[i][1]) for i in dict.fromkeys(self._places)}
 
     @torch.no_grad()
-    def write(self, batch: Batch, found: Leaves | None = None) -> None:
+    def write(self, batch: Batch, found: BatchLeaves | None = None) -> None:
         """Copy a batch here, on the current streams; from the host on streams of their own, which these wait for."""
         leaves = leaves_of(batch) if found is None else found
         arriving: list[tuple[Tensor, Tensor]] = []
@@ -156,7 +156,7 @@ class _Shares:
     devices: tuple[torch.device, ...]
 
 
-def _places(leaves: Leaves) -> tuple[int, ...]:
+def _places(leaves: BatchLeaves) -> tuple[int, ...]:
     """Return for each leaf where it comes first: compiled code knows inputs and labels that are one tensor."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, (_, x) in enumerate(leaves))

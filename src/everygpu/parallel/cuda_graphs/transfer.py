@@ -24,7 +24,7 @@ from everygpu.parallel.buckets import (
     plan_bucket,
     put_back,
 )
-from everygpu.parallel.replicas.replica_set import Leaves
+from everygpu.parallel.replicas.replica_set import ReplicaLeaves
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What there are kernels for."""
@@ -183,18 +183,18 @@ class ParamGroup:
     parameters out and all sums in, so it has no chunk, unless it is alone. Alone, and without kernels, gradients are
     copied.
 
-    ``rooms`` are tables, for each device: at ``index`` they say where this group's sums go.
+    ``sum_ptrs`` are tables, for each device: at ``index`` they say where this group's sums go.
     """
 
     def __init__(
-        self, originals: Sequence[Tensor], devices: Sequence[torch.device], rooms: Sequence[Tensor], index: int
+        self, originals: Sequence[Tensor], devices: Sequence[torch.device], sum_ptrs: Sequence[Tensor], index: int
     ) -> None:
         self.originals = list(originals)
         self.devices = list(devices)
         self.first_worker = min(1, len(devices) - 1)
         """The devices from here on have chunks."""
         self.workers = self.devices[self.first_worker :]
-        self.rooms = rooms[self.first_worker :]
+        self.sum_ptrs = sum_ptrs[self.first_worker :]
         self.index = index
         reals = [_as_real(t.detach()) for t in originals]
         self.plan = plan = plan_bucket(reals, range(len(reals)), len(self.workers))
@@ -241,7 +241,7 @@ class ParamGroup:
         if self._slots:
             send_blocks(self.plan, self.workers, self._sources, self.lengths, self._targets)
 
-    def make_room(self) -> int:
+    def allocate_sums(self) -> int:
         """Before a replay, make memory for its sums on the current stream; return its address."""
         self._total = self.copied
         if self._total is None:
@@ -251,7 +251,7 @@ class ParamGroup:
     def totals(self) -> list[Tensor]:
         """Return the last sums, in memory of their own on the first device."""
         total, self._total = self._total, None
-        assert total is not None  # noqa: S101 - ``make_room`` has made it
+        assert total is not None  # noqa: S101 - ``allocate_sums`` has made it
         return self._views(total if self.copied is None else total.clone())
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -289,7 +289,7 @@ class GradReducer:
             fill_views(group.plan.views(group.copied), self._copied)
             return
         tables, first = self._sources.tables, group.first_worker
-        add_blocks(group.plan, group.workers, tables, group.lengths, group.rooms, index=group.index, first=first)
+        add_blocks(group.plan, group.workers, tables, group.lengths, group.sum_ptrs, index=group.index, first=first)
 
     def finish(self) -> None:
         """After the capture, before its first replay: do what couldn't be part of it, and let go of the gradients."""
@@ -323,7 +323,7 @@ class ParameterSync:
         """Tell whether these are the parameters it was made for, where they were."""
         return _layout_key(params) == self._layout_key
 
-    def twins(self) -> Leaves:
+    def twins(self) -> ReplicaLeaves:
         """Return each parameter's twins on the devices after the first, by the parameter's ``id``."""
         return {id(p): twins for b in self.groups for p, *twins in zip(b.originals, *b.twins)}
 
@@ -340,9 +340,9 @@ class ParameterSync:
         """Make what adds gradients up in one capture, for each group, before it begins."""
         return [GradReducer(group) for group in self.groups]
 
-    def make_room(self) -> None:
+    def allocate_sums(self) -> None:
         """Before a replay, make memory for its sums, which will be the user's."""
-        places = torch.tensor([b.make_room() for b in self.groups], dtype=torch.int64, device="cpu")
+        places = torch.tensor([b.allocate_sums() for b in self.groups], dtype=torch.int64, device="cpu")
         on_gpus = self._devices[0].type == "cuda"
         places = places.pin_memory() if on_gpus else places
         for d, table in zip(self._devices, self._rooms):
@@ -353,7 +353,7 @@ class ParameterSync:
     def _load_kernels(self) -> None:
         """Run everything once: kernels are compiled and loaded now, as while capturing that may be forbidden."""
         self.send()
-        self.make_room()
+        self.allocate_sums()
         for group, total in zip(self.groups, self.make_reducers()):
             total.take([[None] * len(group.originals)] * len(self._devices))
             total.finish()

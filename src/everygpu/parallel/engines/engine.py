@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from everygpu.parallel.call import PerReplica
-from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
 
 ModuleCall = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
@@ -32,7 +32,7 @@ class EngineContext:
     """Gives the wrapper's options that a capture depends on."""
     run: RunOn
     """Scatters a call, and applies replicas to the shards."""
-    make_replicas: Callable[[Callable[[], Leaves] | None], ReplicaSet]
+    make_replicas: Callable[[Callable[[], ReplicaLeaves] | None], ReplicaSet]
     """Makes replicas whose parameters are leaves, or connected to the module's."""
     has_ranks: bool
     """Whether gradients are added up over ranks, by hooks on parameters."""

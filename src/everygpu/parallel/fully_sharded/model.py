@@ -162,6 +162,6 @@ class ShardedRankModel(RankModel):
                 root.set_reshard_after_backward(True)
 
 
-def is_shared_out(wrapper: Any) -> bool:
+def is_sharded(wrapper: Any) -> bool:
     """Tell whether a ``DataParallel`` has a part of each parameter on every rank."""
     return isinstance(wrapper.rank_model, ShardedRankModel)

@@ -14,13 +14,13 @@ def is_shard(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def whole_of(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Return a tensor with all ranks' rows, on its device; all ranks call it."""
     whole: Tensor = x.detach().full_tensor()  # type: ignore[attr-defined]
     return whole
 
 
-def unless_alone(x: Tensor) -> Tensor:
+def local_if_single(x: Tensor) -> Tensor:
     """Return a tensor as it is, but an ordinary one where no other rank has rows of it."""
     return x.to_local() if is_shard(x) and x.device_mesh.size() == 1 else x  # type: ignore[attr-defined]
 
@@ -30,7 +30,7 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if is_shard(x) else x  # type: ignore[attr-defined]
 
 
-def part_like(whole: Tensor, x: Any) -> Tensor:
+def shard_like(whole: Tensor, x: Any) -> Tensor:
     """Return this rank's rows of a tensor that it has whole, spread as ``x`` is."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -47,11 +47,11 @@ def part_like(whole: Tensor, x: Any) -> Tensor:
     return made
 
 
-def take_parts(state: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
+def shard_state(state: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
     """Put this rank's parts in the places of whole tensors in a state dict, where its own state has such."""
     for name, value in own.items():
         if is_shard(value) and isinstance(state.get(name), Tensor) and not is_shard(state[name]):
-            state[name] = part_like(state[name], value)
+            state[name] = shard_like(state[name], value)
 
 
 def replicated(x: Tensor, like: Any) -> Tensor:

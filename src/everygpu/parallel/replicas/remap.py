@@ -48,7 +48,7 @@ def is_constant(value: Any) -> bool:
 class Remap:
     """Finds what takes the place of a value.
 
-    Objects of other classes than those that ``open_container`` and ``open_callable`` know are shared, as in
+    Objects of other classes than those that ``open_rebuildable`` and ``open_callable`` know are shared, as in
     nn.DataParallel; so are lists and dicts that functions refer to, which hooks fill and forwards read settings from.
 
     Args:
@@ -84,7 +84,7 @@ class Remap:
         opened = open_callable(value)
         is_referent = is_referent or opened is not None
         if opened is None and not (is_referent and isinstance(value, (list, dict, set, deque))):
-            opened = open_container(value)
+            opened = open_rebuildable(value)
         if opened is None:
             return value
         parts = [self.of(part, is_referent=is_referent) for part in opened.children]
@@ -158,7 +158,7 @@ class Opened:
     is_mutable: bool = False
 
 
-def open_container(value: Any) -> Opened | None:
+def open_rebuildable(value: Any) -> Opened | None:
     """Open a container of a plain class; None for anything else, also a list or dict of a user's own class."""
     kind = type(value)
     if kind in (list, set, deque):

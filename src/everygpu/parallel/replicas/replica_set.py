@@ -13,14 +13,14 @@ from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import ReplicaError
 from everygpu.keys import compiled_original
-from everygpu.parallel.buckets import REPLICA_BYTES, Bucket, KeptBucket, broadcast_tensor, group_by_storage
+from everygpu.parallel.buckets import REPLICA_BYTES, BroadcastBucket, KeptBucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has_hooks, is_dense, place_module
 from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
 from everygpu.parallel.replicas.remap import TABLES, Remap
 from everygpu.parallel.replicas.snapshot import Snapshot
 from everygpu.torch_private.core import cache_parametrizations_apart, caches_parametrizations, replicates_itself
 
-Leaves = Mapping[int, Sequence[Tensor]]
+ReplicaLeaves = Mapping[int, Sequence[Tensor]]
 
 logger = logging.getLogger("everygpu")
 
@@ -79,7 +79,7 @@ class ReplicaSet:
         *,
         strict_device: bool = False,
         fixed: bool = False,
-        make_leaves: Callable[[], Leaves] | None = None,
+        make_leaves: Callable[[], ReplicaLeaves] | None = None,
         bucket_bytes: int = REPLICA_BYTES,
     ) -> None:
         self.module = module
@@ -208,10 +208,10 @@ class ReplicaSet:
         # and goes on into the graph of a buffer that an earlier forward has computed.
         single = [[i] for i in flat if tensors[i].requires_grad and (has_hooks(tensors[i]) or not tensors[i].is_leaf)]
         alone = {*frozen, *(i for (i,) in single)}
-        self._buckets: list[tuple[list[int], Bucket]] = []
+        self._buckets: list[tuple[list[int], BroadcastBucket]] = []
         for which in (frozen, *single, [i for i in flat if i not in alone]):
             for members, together in group_by_storage(tensors, which, self._bucket_bytes):
-                bucket = Bucket(
+                bucket = BroadcastBucket(
                     [tensors[i] for i in members],
                     self._devices[0],
                     others,

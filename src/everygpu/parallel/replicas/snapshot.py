@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.replicas.remap import CONSTANTS, TABLES, is_constant, open_callable, open_container
+from everygpu.parallel.replicas.remap import CONSTANTS, TABLES, is_constant, open_callable, open_rebuildable
 
 STATE_DICT_HOOKS = (
     "_state_dict_hooks",
@@ -162,7 +162,7 @@ class Search:
             return referent is None or id(referent) in self._known or not isinstance(referent, Tensor)
         opened, is_callable = open_callable(value), True
         if opened is None:
-            opened, is_callable = open_container(value), False
+            opened, is_callable = open_rebuildable(value), False
             if opened is None or (is_referent and opened.is_mutable):
                 return True
         if is_callable:
