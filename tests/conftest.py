@@ -91,7 +91,7 @@ def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Tell whether a thread is pytest's, or torch's own: autograd's, or one its compiler starts; ours have names."""
+    """Whether a thread is pytest's, or torch's own: autograd's, or one its compiler starts; ours have names."""
     names = (
         "pytest_timeout",
         "tqdm_monitor",

@@ -98,7 +98,7 @@ class WarmPython:
 
 
 def _can_fork(args: object, environ: dict[str, str]) -> bool:
-    """Tell whether a command is a Python with no option of the interpreter, and nothing else that is read at start."""
+    """Whether a command is a Python with no option of the interpreter, and nothing else that is read at start."""
     if not isinstance(args, list) or len(args) < 2 or args[0] != sys.executable:
         return False
     is_option = str(args[1]).startswith("-") and args[1] not in ("-c", "-m")

@@ -226,7 +226,7 @@ def undocumented(name: str, node: ast.ClassDef | ast.FunctionDef) -> Iterator[st
 
 
 def is_known(function: ast.FunctionDef) -> bool:
-    """Tell whether a method is documented elsewhere: a property's setter, or what torch prints modules with."""
+    """Whether a method is documented elsewhere: a property's setter, or what torch prints modules with."""
     return function.name == "extra_repr" or any(
         ast.unparse(decorator).endswith((".setter", ".deleter")) for decorator in function.decorator_list
     )

@@ -246,7 +246,7 @@ class Threads:
         return stack, is_backward
 
     def _find_root(self, given: Mapping[str, Any]) -> int:
-        """Tell a backward from the next one at the same place by the tensor that it begins from."""
+        """Identify a backward by the tensor that it begins from: the next one may be at the same place."""
         root = given.get("tensors", given.get("outputs"))
         with suppress(TypeError):  # a GradientEdge
             self._roots.append(weakref.ref(root[0] if isinstance(root, (list, tuple)) and root else root))
@@ -254,7 +254,7 @@ class Threads:
         return 0
 
     def is_unchanged_since(self, before: "Threads") -> bool:
-        """Tell whether no thread has moved since."""
+        """Whether no thread has moved since."""
         return self._state == before._state
 
 

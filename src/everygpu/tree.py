@@ -100,12 +100,12 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def has_dims(value: Any) -> bool:
-    """Tell whether a value is a tensor or a NumPy array that may have rows."""
+    """Whether a value is a tensor or a NumPy array that may have rows."""
     return (isinstance(value, torch.Tensor) or is_array(value)) and value.ndim > 0
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether a value is a NumPy array, without loading NumPy, which torch works without."""
+    """Whether a value is a NumPy array, without loading NumPy, which torch works without."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 

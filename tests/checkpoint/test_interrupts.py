@@ -51,7 +51,7 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Tell whether what is raised would be dropped, as in every ``__del__``."""
+    """Whether what is raised would be dropped, as in every ``__del__``."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None

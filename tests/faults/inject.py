@@ -130,7 +130,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def what_is_there(saver: Saver, path: Path, old: int) -> str:
-    """Tell whether the old or the new version loads bit by bit."""
+    """Whether the old or the new version loads bit by bit."""
     try:
         version = version_of(saver.load(path))
     except Exception:
@@ -180,13 +180,13 @@ def full_at(saver: Saver, root: Path, limit: int, model: nn.Module) -> OSError |
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Tell whether an error, or what caused it, is the system's about a disk that takes no more."""
+    """Whether an error, or what caused it, is the system's about a disk that takes no more."""
     cause = error if isinstance(error, OSError) and error.errno else error and error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EFBIG, errno.ENOSPC)
 
 
 def _is_of_python(path: object) -> bool:
-    """Tell whether a file is opened to import a module."""
+    """Whether a file is opened to import a module."""
     return str(path).endswith((".py", ".pyc", ".so", ".dist-info", "METADATA"))
 
 

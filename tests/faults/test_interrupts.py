@@ -65,7 +65,7 @@ def training(folder: Path, write_s: float) -> Iterator["subprocess.Popen[str]"]:
 
 
 def is_gone(group: int) -> bool:
-    """Tell whether no process of a group is left."""
+    """Whether no process of a group is left."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

@@ -83,7 +83,7 @@ def list_files(path: Path) -> tuple[Any, ...]:
 
 
 def format_of(path: Path) -> Format:
-    """Tell a file's format by its first bytes: names are unreliable, and several formats share ``.bin``."""
+    """Return a file's format, by its first bytes: names are unreliable, and several formats share ``.bin``."""
     if path.is_dir():
         return "torch.distributed.checkpoint"
     with opened(path) as file:

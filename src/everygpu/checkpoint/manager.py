@@ -227,7 +227,7 @@ class CheckpointManager:
             stop().leave(self, has_failed=error is not None)
 
     def _is_last(self) -> bool:
-        """Tell at each call of save whether a signal has made it the last one; all ranks find the same call."""
+        """Whether a signal has made this call of save the last one; all ranks find the same call."""
         stop().listen(self)
         self._num_calls += 1
         self._stop_key = self._stop_key or next_key(f"last save to {self._name}")

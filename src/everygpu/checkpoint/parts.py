@@ -79,7 +79,7 @@ class Contents:
 
 
 def sort_document(document: Any, words: str, section: str | None) -> Contents:
-    """Tell the parts of a document apart: the model, the optimizer, the scheduler, and the rest."""
+    """Split a document into the model, the optimizer, the scheduler, and the rest."""
     if not isinstance(document, Mapping):
         kind = type(document).__name__
         return Contents(format=words, parts={}, why_no_model=f"a {kind} in it. Save a state_dict.")
@@ -127,7 +127,7 @@ def find_state(value: Any) -> Part | None:
 
 
 def is_state(value: Any) -> bool:
-    """Tell whether a value is a module's state: names and tensors, without state dicts inside."""
+    """Whether a value is a module's state: names and tensors, without state dicts inside."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
     if not any(isinstance(item, Tensor) for item in value.values()):
@@ -136,7 +136,7 @@ def is_state(value: Any) -> bool:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Tell whether a value is what ``Optimizer.state_dict`` returns."""
+    """Whether a value is what ``Optimizer.state_dict`` returns."""
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
@@ -174,7 +174,7 @@ def _explain_choice(document: Mapping[Any, Any], sections: list[str]) -> str:
 
 
 def _belongs(name: Any, value: Any) -> bool:
-    """Tell whether an entry of a state dict is a module's."""
+    """Whether an entry of a state dict is a module's."""
     return isinstance(value, Tensor) or str(name).endswith(EXTRA_STATE)
 
 

@@ -106,7 +106,7 @@ def save(
 
 
 def is_spread(parts: Mapping[str, object]) -> bool:
-    """Tell whether a model or an optimizer among the parts has tensors of which other ranks have the other rows."""
+    """Whether a model or an optimizer among the parts has tensors of which other ranks have the other rows."""
     return any(map(has_shards, parts.values())) and join() is not None
 
 

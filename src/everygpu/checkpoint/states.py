@@ -69,7 +69,7 @@ class Fit:
 
 
 def kind_of(value: object) -> Kind:
-    """Tell how a value is saved and restored."""
+    """Return how a value is saved and restored."""
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, torch.Generator):
@@ -104,7 +104,7 @@ def check_targets(targets: Mapping[str, object], function: str, options: Collect
 
 
 def has_shards(part: Any) -> bool:
-    """Tell a model or an optimizer with tensors of which other ranks have the other rows."""
+    """Whether a model or an optimizer has tensors that are sharded over ranks."""
     if isinstance(part, nn.Module):  # by the class: some parameters may be whole right now
         return any(kind.__name__ == "FSDPModule" for module in part.modules() for kind in type(module).__mro__)
     groups: Any = getattr(part, "param_groups", None)

@@ -143,7 +143,7 @@ def stop() -> Stop:
 
 
 def _is_free(number: int) -> bool:
-    """Tell whether nobody handles a signal; a function of C code, as faulthandler registers, is hidden from Python."""
+    """Whether nobody handles a signal; a function of C code, as faulthandler registers, is hidden from Python."""
     if signal.getsignal(number) is not _DEFAULTS[number]:
         return False
     if number == signal.SIGINT:

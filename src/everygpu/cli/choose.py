@@ -84,7 +84,7 @@ def plan_run(
 
 
 def _fits(samples: Sequence[DeviceSample], request: Request, demand: Demand, environ: Mapping[str, str]) -> bool:
-    """Tell whether a demand could be met if no other run had reserved anything."""
+    """Whether a demand could be met if no other run had reserved anything."""
     try:
         choose_gpus(samples, request, demand, environ)
     except DeviceError:

@@ -119,7 +119,7 @@ def all_gather(buffers: Sequence[Tensor]) -> None:
 
 
 def _takes_nccl(buffers: Sequence[Tensor]) -> bool:
-    """Tell whether NCCL is to move these: between two GPUs, a copy is as fast."""
+    """Whether NCCL is to move these: between two GPUs, a copy is as fast."""
     return len(buffers) > 2 and nccl.can_serve(buffers) and trusted_peers(b.device for b in buffers)
 
 

@@ -109,7 +109,7 @@ def link(source: torch.device, target: torch.device) -> None:
 
 
 def can_push(source: Tensor, device: torch.device) -> bool:
-    """Tell whether a tensor is copied to a device by ``push`` in a CUDA graph, whose copies take long to begin."""
+    """Whether a tensor is copied to a device by ``push`` in a CUDA graph, whose copies take long to begin."""
     return (source.device, device) in _linked and 0 < source.nbytes <= SMALL_BYTES and _is_raw(source)
 
 
@@ -130,7 +130,7 @@ def push(target: Tensor, source: Tensor) -> None:
 
 
 def _is_raw(x: Tensor) -> bool:
-    """Tell whether a tensor's values are the bytes from its address on, in whole words."""
+    """Whether a tensor's values are the bytes from its address on, in whole words."""
     is_plain = type(x) in (Tensor, nn.Parameter) and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     return is_plain and x.is_contiguous() and x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
 
@@ -176,5 +176,5 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _is_capturing() -> bool:
-    """Tell whether what is queued now becomes part of a CUDA graph."""
+    """Whether what is queued now becomes part of a CUDA graph."""
     return bool(torch.cuda.is_current_stream_capturing())

@@ -19,7 +19,7 @@ _one_at_a_time = threading.Lock()
 
 
 def can_serve(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether NCCL can move these buffers: on different GPUs, and none of what makes it hang.
+    """Whether NCCL can move these buffers: on different GPUs, and none of what makes it hang.
 
     With CUDA_LAUNCH_BLOCKING=1 a launch waits for its kernel, which waits for the other GPUs' kernels, which
     the same thread has yet to launch. NVIDIA warns of the same for collectives of several GPUs in CUDA graphs.

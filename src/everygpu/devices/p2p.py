@@ -54,7 +54,7 @@ UNTESTED = PairReport(verdict="untested")
 
 
 def trusted_peers(devices: Iterable[torch.device]) -> bool:
-    """Tell whether copies among these devices arrive: after a boot all visible pairs are tested once, in seconds."""
+    """Whether copies among these devices arrive: after a boot all visible pairs are tested once, in seconds."""
     indices = {device.index for device in devices if device.type == "cuda"}
     if len(indices) < 2:
         return True
@@ -64,7 +64,7 @@ def trusted_peers(devices: Iterable[torch.device]) -> bool:
 
 
 def reach_each_other(devices: Sequence[torch.device]) -> bool:
-    """Tell whether these are GPUs that read and write each other's memory, and what arrives there is right."""
+    """Whether these are GPUs that read and write each other's memory, and what arrives there is right."""
     return (
         all(d.type == "cuda" for d in devices)
         and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)

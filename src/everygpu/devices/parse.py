@@ -70,7 +70,7 @@ def device_id(device: torch.device) -> int | torch.device:
 
 
 def may_share_gpus() -> bool:
-    """Tell whether tests have said that replicas and ranks may share a GPU: CONTRIBUTING.md, ``EVERYGPU_SHARE_GPU``."""
+    """Whether tests have said that replicas and ranks may share a GPU: CONTRIBUTING.md, ``EVERYGPU_SHARE_GPU``."""
     return os.environ.get("EVERYGPU_SHARE_GPU") == "1"
 
 

@@ -30,7 +30,7 @@ Kind: TypeAlias = Literal["indexed", "whole", "sharded"]
 
 
 def kind_of(loader: Any, sharded: bool) -> Kind:
-    """Tell how a loader's batches are dealt to ranks."""
+    """Return how a loader's batches are distributed to ranks."""
     is_split = any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers_of(loader))
     if sharded or (is_split and isinstance(loader, DataLoader)):
         return "sharded"
@@ -40,7 +40,7 @@ def kind_of(loader: Any, sharded: bool) -> Kind:
 
 
 def is_data_loader(loader: Any) -> bool:
-    """Tell whether a loader is torch's, unlike Accelerate's, which pretend to be, and keeps no position itself."""
+    """Whether a loader is torch's, unlike Accelerate's, which pretend to be, and keeps no position itself."""
     return issubclass(type(loader), DataLoader) and not hasattr(loader, "load_state_dict")
 
 

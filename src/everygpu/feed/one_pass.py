@@ -117,7 +117,7 @@ class SentBatch:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Tell whether a value is a tensor that can be sent ahead, on a stream of its own."""
+    """Whether a value is a tensor that can be sent ahead, on a stream of its own."""
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 

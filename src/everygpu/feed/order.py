@@ -357,7 +357,7 @@ class _OrderSampler:
 
 
 def _keeps_state(value: Any) -> bool:
-    """Tell whether a loader, sampler or dataset has a state; of Accelerate's loaders, whether what they hold has."""
+    """Whether a loader, sampler or dataset has a state; of Accelerate's loaders, whether what they hold has."""
     holders = {id(x): x for x in (value, getattr(value, "base_dataloader", value))}.values()
     methods = [getattr(holder, name, None) for holder in holders for name in ("state_dict", "load_state_dict")]
     return all(map(callable, methods)) and not isinstance(value, torch.nn.Module)

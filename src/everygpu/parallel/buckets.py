@@ -77,7 +77,7 @@ def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Tell whether memory is the same bit by bit, nan and the sign of zero included."""
+    """Whether memory is the same bit by bit, nan and the sign of zero included."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -327,7 +327,7 @@ def group_by_storage(
 
 
 def _fill_storage(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether tensors lie side by side in their one storage, as the weights cuDNN wants for a recurrent layer."""
+    """Whether tensors lie side by side in their one storage, as the weights cuDNN wants for a recurrent layer."""
     if len(tensors) < 2:
         return False
     spans = sorted((t.storage_offset(), t.storage_offset() + t.numel()) for t in tensors)
@@ -566,7 +566,7 @@ class _Copy:
         self._originals, self._versions, self._memory = list(originals), versions, [t.detach() for t in originals]
 
     def is_of(self, originals: Sequence[Tensor]) -> bool:
-        """Tell whether these are the tensors that were sent, in the same memory and as often written."""
+        """Whether these are the tensors that were sent, in the same memory and as often written."""
         return (
             self.is_valid
             and all(map(operator.is_, originals, self._originals))

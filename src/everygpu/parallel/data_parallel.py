@@ -279,7 +279,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             return self._run(inputs, kwargs, replicas=replicas)
 
     def _is_alone(self, method: str | None = None) -> bool:
-        """Tell whether the module is called as it is, on one device; refuse transforms on several."""
+        """Whether the module is called as it is, on one device; refuse transforms on several."""
         if len(self.replica_devices) > 1:
             check_transforms()
             return False

@@ -36,11 +36,11 @@ class ForwardLock:
         return ForwardLock() if before is None or before.is_forked() else before
 
     def is_inside(self) -> bool:
-        """Tell whether the present call is within the forward that has the lock."""
+        """Whether the present call is within the forward that has the lock."""
         return self._call in _running.get() and self.lock.locked()
 
     def is_forked(self) -> bool:
-        """Tell whether this is a child's copy: a fork copies no threads, and locks as they were."""
+        """Whether this is a child's copy: a fork copies no threads, and locks as they were."""
         return self._pid != os.getpid()
 
     @contextmanager

@@ -316,7 +316,7 @@ def _is_on_cpu(leaf: Any) -> bool:
 
 
 def _are_listed_rows(lists: list[Any], joiner: Joiner) -> bool:
-    """Tell lists with a dict, text or object for each row, as detections are, from lists with an item per output.
+    """Whether lists have a dict, text or object for each row, as detections do, rather than an item per output.
 
     ``torch.nn.DataParallel`` joins either item by item, which would mix rows.
     """

@@ -95,11 +95,11 @@ class ModuleWrapper(nn.Module):
             delattr(self.module, name)
 
     def _stays(self, name: str) -> bool:
-        """Tell whether an attribute that neither has is the wrapper's: libraries mark it by private names."""
+        """Whether an attribute that neither has is the wrapper's: libraries mark it by private names."""
         return self._keeps_attributes or name.startswith("_")
 
     def _has_own(self, name: str) -> bool:
-        """Tell whether a name is the wrapper's; all are until it has its module."""
+        """Whether a name is the wrapper's; all are until it has its module."""
         mine = vars(self)
         if mine.get("_modules", {}).get("module") is None or name in mine or name in self._transient:
             return True

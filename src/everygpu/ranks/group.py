@@ -56,7 +56,7 @@ class FirstBatch:
 
 
 def batch_digest(batch: Any) -> int:
-    """Tell batches apart by the first values of each tensor; 0 where there are none."""
+    """Return a checksum of the first values of each tensor, which differs between batches; 0 if there are none."""
     found = 0
     for path, x in tree.leaves(batch, ""):
         if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.numel():
@@ -369,7 +369,7 @@ def leave() -> None:
 
 
 def _all_end(group: Group) -> bool:
-    """Tell whether all ranks come to their end; rank 0 stays for the others where its process has their notes."""
+    """Whether all ranks come to their end; rank 0 stays for the others where its process has their notes."""
     has_store = group.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun has it
     limit, has_met = time.monotonic() + (_END_S if has_store else _MEET_S), False
     with suppress(RankError):

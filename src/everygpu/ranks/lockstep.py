@@ -13,7 +13,7 @@ _NEVER = 2**62
 
 
 class Lockstep:
-    """Tells at each batch of one pass whether any rank has one; all ranks ask as often.
+    """Says before each batch of an epoch whether any rank has one; all ranks ask equally often.
 
     While ranks have batches ready beyond the next one, what they say to each other travels beside the step before.
 
@@ -47,7 +47,7 @@ class Lockstep:
         self._num_ready += 1
 
     def goes_on(self, has_batch: bool) -> bool:
-        """Tell whether any rank has the next batch.
+        """Whether any rank has the next batch.
 
         Args:
             has_batch: Whether this rank does; if not, its loader has ended.

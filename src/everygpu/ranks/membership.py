@@ -42,7 +42,7 @@ def find_membership() -> Membership | None:
 
 
 def is_main() -> bool:
-    """Tell whether this process is the one that prints and writes: rank 0, or the only one::
+    """Whether this process is the one that prints and writes: rank 0, or the only one::
 
         if everygpu.is_main():
             print("epoch 3 begins")

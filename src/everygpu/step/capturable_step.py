@@ -77,7 +77,7 @@ class CapturableStep(Capturable[Tensor]):
         return self._strategy.why_not_capturable()
 
     def needs_proof(self) -> bool:
-        """Tell whether there are hooks of forward, which are called by no replay."""
+        """Whether there are hooks of forward, which are called by no replay."""
         first, *others = self.roots()
         if self._must or (find_hooks([first]) is None and find_hooks(others) is None):
             return False

@@ -38,7 +38,7 @@ _LOSS = -1
 
 
 def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
-    """Tell whether an update can be captured: several devices must read and write each other's memory in kernels."""
+    """Whether an update can be captured: several devices must read and write each other's memory in kernels."""
     devices = flat_params.devices
     is_alone = len(devices) == 1
     reach = is_alone or (len(set(devices)) == len(devices) and reach_each_other(devices) and comm.has_triton())
@@ -46,7 +46,7 @@ def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
 
 
 def supports_captured_update(flat_params: FlatParameters, shards: Shards) -> bool:
-    """Tell whether parameters and optimizers are such as captured updates serve."""
+    """Whether parameters and optimizers are such as captured updates serve."""
     slots = [slot for plan in flat_params.plans for slot in plan.slots]
     whole_blocks = len(flat_params.devices) == 1 or all(slot.start % BLOCK_NUMEL == 0 for slot in slots)
     return shards.fuses and bool(slots) and whole_blocks

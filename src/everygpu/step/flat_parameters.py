@@ -74,7 +74,7 @@ class FlatParameters:
         self.begin()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Tell whether these are the parameters it was made for, as they were."""
+        """Whether these are the parameters it was made for, as they were."""
         is_same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
         return is_same and _layouts(params) == self._layouts
 
@@ -99,7 +99,7 @@ class FlatParameters:
         self._own_uses = self._num_uses()
 
     def is_held(self) -> bool:
-        """Tell whether parameters were moved away while something else refers to where they were.
+        """Whether parameters were moved away while something else refers to where they were.
 
         As in ``backup = p.data; p.data = average``: taking the average in would overwrite the backup.
         """

@@ -110,7 +110,7 @@ def at_device(targets: tuple[Any, ...], device: torch.device) -> Any:
 
 
 def _is_one_each(loss: ShardedBatch) -> bool:
-    """Tell whether each replica returned one number, of one row each: of more rows the batch knows it itself."""
+    """Whether each replica returned one number, of one row each: of more rows the batch knows it itself."""
     return all(shard.numel() == 1 for shard in loss.shards)
 
 
@@ -139,7 +139,7 @@ def refusing_partial_grads(output: Any, leaves: Callable[[], Sequence[Tensor]]) 
 
 
 def _is_asked_for(leaf: Tensor) -> bool:
-    """Tell whether the backward that is running was called for a leaf's gradient, not to add it to ``.grad``."""
+    """Whether the backward that is running was called for a leaf's gradient, not to add it to ``.grad``."""
     try:
         will_execute(get_gradient_edge(leaf).node)
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"

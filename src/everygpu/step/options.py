@@ -130,7 +130,7 @@ def own_code(model: DataParallel) -> str:
 
 
 def can_capture(model: DataParallel, capture: Any) -> bool:
-    """Tell whether steps may be captured: only where there are CUDA graphs."""
+    """Whether steps may be captured: only where there are CUDA graphs."""
     if not isinstance(capture, bool) and capture != "auto":
         raise OptionError(f"TrainStep: capture must be 'auto', True or False, got {capture!r}.")
     own = own_code(model)

@@ -183,11 +183,11 @@ class ShardedOptimizer(Optimizer):
         self._shards = None
 
     def holds(self, shards: Shards) -> bool:
-        """Tell whether the state is in these shards now."""
+        """Whether the state is in these shards now."""
         return self._shards is shards
 
     def has_pre_hooks(self) -> bool:
-        """Tell whether hooks may write gradients or parameters at ``before_step``."""
+        """Whether hooks may write gradients or parameters at ``before_step``."""
         return len(self.module._optimizer_step_pre_hooks) > 1 or bool(self._optimizer_step_pre_hooks)
 
     def before_step(self) -> None:
@@ -331,7 +331,7 @@ class _ChunkShards(Shards):
         super().__init__(optimizer, params, plans, values, grads, whole=whole)
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Tell whether these are the parameters it was made for, of the same shapes and dtypes."""
+        """Whether these are the parameters it was made for, of the same shapes and dtypes."""
         is_same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
         return is_same and list(map(_shape_of, params)) == self._shapes
 

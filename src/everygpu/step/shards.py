@@ -58,12 +58,12 @@ def can_shard(optimizer: Optimizer) -> bool:
 
 
 def can_fuse(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-    """Tell whether torch's fused kernels serve some of an optimizer's parameters."""
+    """Whether torch's fused kernels serve some of an optimizer's parameters."""
     return has_fused(optimizer, params) and all(p.is_cuda for p in params)
 
 
 def has_fused(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-    """Tell whether torch has fused kernels for parameters as these; a learning rate on the device is in float32."""
+    """Whether torch has fused kernels for parameters as these; a learning rate on the device is in float32."""
     return type(optimizer) in FUSED and all(p.dtype in FUSED_DTYPES for p in params)
 
 
@@ -157,7 +157,7 @@ class Shards:
 
     def prepare(self, options: Sequence[Mapping[str, Any]], touched: Collection[int]) -> bool:
         """Take on what schedulers and users may have changed in the groups, before a step of the parameters that have a
-        gradient; tell whether that can be left out on the devices: see ``found_inf``.
+        gradient; return whether that can be skipped on the devices: see ``found_inf``.
         """
         self._separate(frozenset(touched))
         self._known |= frozenset(touched)
@@ -214,7 +214,7 @@ class Shards:
                         mine["capturable"] = device.type == "cuda"
 
     def may_capture(self, touched: Collection[int]) -> bool:
-        """Tell whether a step of some parameters makes nothing new, neither fragments nor states."""
+        """Whether a step of some parameters makes nothing new, neither fragments nor states."""
         return self._known.issuperset(touched) and all(
             len({piece.index in touched for piece in f.pieces}) == 1 for fragments in self.fragments for f in fragments
         )
@@ -377,12 +377,12 @@ def _make_fragment(
 
 
 def _is_number(name: str, value: Any, param: Tensor) -> bool:
-    """Tell whether a state is one number for the whole parameter, rather than one for each element."""
+    """Whether a state is one number for the whole parameter, rather than one for each element."""
     return not isinstance(value, Tensor) or name in _PER_PARAMETER or value.numel() != param.numel()
 
 
 def _is_wide(state: State, param: Tensor) -> bool:
-    """Tell whether a state has another dtype than its parameter."""
+    """Whether a state has another dtype than its parameter."""
     return any(not _is_number(name, v, param) and v.dtype is not param.dtype for name, v in state.items())
 
 

@@ -137,7 +137,7 @@ def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Sequence[Tens
 
 
 def skips_on_device(optimizer: Optimizer, updated: Iterable[Tensor]) -> bool:
-    """Tell whether a step of some parameters can be left out on the device, without asking it.
+    """Whether a step of some parameters can be left out on the device, without asking it.
 
     torch's fused SGD makes memory for a first momentum that it doesn't write where the step is left out, and takes none
     where other parameters have one: zeros are the same, but for dampening.

@@ -28,7 +28,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
 
 
 def is_tried(version: str) -> bool:
-    """Tell whether a torch is as old as the newest in ``TRIED``, or older.
+    """Whether a torch is as old as the newest in ``TRIED``, or older.
 
     What stands on a compiler's insides is switched off for a newer one, until the tests have run with it.
 

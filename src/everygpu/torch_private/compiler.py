@@ -39,7 +39,7 @@ InductorWrapper: Any = torch._TorchCompileInductorWrapper
 
 
 def is_scripted(func: Any) -> bool:
-    """Tell whether a function was made by ``torch.jit.script``."""
+    """Whether a function was made by ``torch.jit.script``."""
     return isinstance(func, (torch._C.ScriptFunction, torch._C.ScriptMethod))
 
 
@@ -102,7 +102,7 @@ def current_trace() -> Any:
 
 
 def is_from_before(variable: Any) -> bool:
-    """Tell whether a variable of a trace stands for an object that was there before the traced call."""
+    """Whether a variable of a trace stands for an object that was there before the traced call."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     return isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
@@ -321,5 +321,5 @@ def absences(trace: Any) -> list[tuple[Any, str]]:
 
 
 def is_higher_order(func: Any) -> bool:
-    """Tell whether a node of a graph calls a function with graphs of its own, such as ``torch.cond``."""
+    """Whether a node of a graph calls a function with graphs of its own, such as ``torch.cond``."""
     return isinstance(func, torch._ops.HigherOrderOperator)

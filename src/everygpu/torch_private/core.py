@@ -81,7 +81,7 @@ def backward_id() -> int:
 
 
 def will_execute(node: Node) -> bool:
-    """Tell, within a backward, whether it runs a node; a RuntimeError for a leaf's within ``torch.autograd.grad``."""
+    """Whether the running backward executes a node; a RuntimeError for a leaf's within ``torch.autograd.grad``."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -122,18 +122,18 @@ def nll_loss_of(node: Node | None) -> NllLoss | None:
 
 
 def is_transforming() -> bool:
-    """Tell whether a transformation of ``torch.func``, or forward-mode differentiation, is under way in this thread."""
+    """Whether a transformation of ``torch.func``, or forward-mode differentiation, is under way in this thread."""
     return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def are_batched(grads: Iterable[Tensor | None]) -> bool:
-    """Tell whether a gradient stands for several under ``vmap``, as with ``is_grads_batched=True``."""
+    """Whether a gradient stands for several under ``vmap``, as with ``is_grads_batched=True``."""
     functorch = torch._C._functorch
     return any(functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g) for g in grads if g is not None)
 
 
 are_transforms_active = torch._C._are_functorch_transforms_active
-"""Tell whether a transformation of ``torch.func`` is under way."""
+"""Whether a transformation of ``torch.func`` is under way."""
 
 
 DeviceContext = _DeviceContext
@@ -163,7 +163,7 @@ def num_dispatch_modes() -> int:
 
 
 def is_tracing() -> bool:
-    """Tell whether the mode of fake tensors, or of ``make_fx``'s proxies, is entered now: they have a place each."""
+    """Whether the mode of fake tensors, or of ``make_fx``'s proxies, is entered now: they have a place each."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES
     )
@@ -193,13 +193,13 @@ _LAZY = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _LAZY_KEYS))
 
 
 def replicates_itself(m: nn.Module) -> bool:
-    """Tell whether a module has a way of its own to be copied, by which ``torch.nn.parallel.replicate`` copies it."""
+    """Whether a module has a way of its own to be copied, by which ``torch.nn.parallel.replicate`` copies it."""
     known = nn.Module._replicate_for_data_parallel, nn.RNNBase._replicate_for_data_parallel
     return type(m)._replicate_for_data_parallel not in known
 
 
 def caches_parametrizations() -> bool:
-    """Tell whether ``torch.nn.utils.parametrize.cached`` is entered now."""
+    """Whether ``torch.nn.utils.parametrize.cached`` is entered now."""
     return bool(parametrize._cache_enabled)
 
 
@@ -285,12 +285,12 @@ def clear_cublas_workspaces() -> None:
 
 
 def has_nccl() -> bool:
-    """Tell whether torch was built with NCCL; ``torch.cuda.nccl.is_available`` warns where it wasn't."""
+    """Whether torch was built with NCCL; ``torch.cuda.nccl.is_available`` warns where it wasn't."""
     return hasattr(torch._C, "_nccl_all_reduce")
 
 
 def has_triton() -> bool:
-    """Tell whether Triton is installed and has a device to compile for; the module is torch's compiler's own."""
+    """Whether Triton is installed and has a device to compile for; the module is torch's compiler's own."""
     return bool(_has_triton())
 
 

@@ -52,7 +52,7 @@ def run(workers, functions, devices=SHARED, positions=None, args=()):
 
 
 def works(workers):
-    """Tell whether the next call gives what it should."""
+    """Whether the next call gives what it should."""
     return run(workers, [lambda i=i: i for i in range(3)]) == [0, 1, 2]
 
 
@@ -380,7 +380,7 @@ class TestFork:
 
 
 def in_child(check, seconds=60):
-    """Tell whether ``check()`` is true in a forked process."""
+    """Whether ``check()`` is true in a forked process."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

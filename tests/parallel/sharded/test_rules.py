@@ -275,7 +275,7 @@ class TestOperations:
 
 
 def stays(op: Any, args: list[Any], kwargs: dict[str, Any], dim: int) -> bool:
-    """Tell whether an operation runs without any of its operands being joined."""
+    """Whether an operation runs without any of its operands being joined."""
     batch_args, _ = made(args, [3, 1, 2], sharded=True)
     with torch.no_grad():
         try:

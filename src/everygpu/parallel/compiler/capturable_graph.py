@@ -38,7 +38,7 @@ def value_of(node: Any) -> Any:
 
 
 def is_written(node: Any) -> bool:
-    """Tell whether a graph writes to an input."""
+    """Whether a graph writes to an input."""
     value = value_of(node)
     return isinstance(value, Tensor) and value._version > 0  # by Dynamo, which has run the graph on this value
 
@@ -164,7 +164,7 @@ def _is_of_python(code: CodeType) -> bool:
 
 
 def reads_environment(code: CodeType) -> bool:
-    """Tell whether code may read the environment's variables, on which Dynamo has no guard."""
+    """Whether code may read the environment's variables, on which Dynamo has no guard."""
     return not code.co_filename.startswith(_TORCH) and bool({"environ", "getenv"} & set(code.co_names))
 
 

@@ -41,7 +41,7 @@ class MultiDeviceGraph:
         return self._function(*inputs)
 
     def serves(self, device: torch.device) -> bool:
-        """Tell whether it may be given inputs on this device."""
+        """Whether it may be given inputs on this device."""
         return device.type == "cuda" and all(part is not None and part.serves(device.index) for part in self._parts)
 
 
@@ -58,7 +58,7 @@ class GraphPart:
         self._versions = {home: run}
 
     def serves(self, index: int) -> bool:
-        """Tell whether it runs on a GPU: that it was compiled for, or one of the same kind."""
+        """Whether it runs on a GPU: that it was compiled for, or one of the same kind."""
         if index not in self._versions and self._load is not None and _is_same_kind(self._home, index):
             try:
                 self._version(index)
@@ -158,7 +158,7 @@ def device_index_of(inputs: Sequence[Any]) -> int:
 
 
 def _is_same_kind(a: int, b: int) -> bool:
-    """Tell whether two GPUs run the same code: kernels are laid out for a number of multiprocessors."""
+    """Whether two GPUs run the same code: kernels are laid out for a number of multiprocessors."""
     if a == b:
         return True
     one, other = torch.cuda.get_device_properties(a), torch.cuda.get_device_properties(b)

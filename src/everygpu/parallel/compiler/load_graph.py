@@ -53,7 +53,7 @@ def retarget(source: str, old: int, new: int) -> str | None:
 
 
 def unsupported_reason(compiled: Any, example_inputs: Sequence[Any]) -> str | None:
-    """Tell why a ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13, can't be loaded for another GPU."""
+    """Return why a ``CompiledFxGraph``, as in torch 2.11 to 2.13, can't be loaded for another GPU; None if it can."""
     if not is_tried(torch.__version__):
         return f"loading graphs for further GPUs is not tried with torch {torch.__version__}"
     if not all(isinstance(x, Tensor | int | torch.SymInt) for x in example_inputs):

@@ -111,7 +111,7 @@ class _Proof:
 
 
 class WholeGraph:
-    """Tell whether a call of a module may be captured as a CUDA graph, and whether another call is the same.
+    """Whether a call of a module may be captured as a CUDA graph, and whether another call is the same.
 
     A capture repeats kernels: the call, if forward reads nothing that changes unseen, and changes nothing but
     tensors. ``torch.compile(fullgraph=True)`` traces just such functions, with guards on all that the trace has read;

@@ -68,7 +68,7 @@ class ForwardProofs:
         self._spent_s = 0.0
 
     def may_find(self, batch: Batch, spec: ScatterSpec) -> bool:
-        """Tell whether looking for a proof takes no more of the run than is allowed."""
+        """Whether looking for a proof takes no more of the run than is allowed."""
         if self._began is None or self._spent_s <= ALLOWED_S + ALLOWED_SHARE * (time.monotonic() - self._began):
             return True
         return self._known(*_first_call(batch, spec)) is not None
@@ -151,7 +151,7 @@ class Capturable(ABC, Generic[Result]):
         """Say why the step is better not captured."""
 
     def needs_proof(self) -> bool:
-        """Tell whether Dynamo has to prove that a replay does what forward would do; raise where it can't."""
+        """Whether Dynamo has to prove that a replay does what forward would do; raise where it can't."""
         return False
 
     def forwarding(self) -> AbstractContextManager[Any]:
@@ -324,14 +324,14 @@ class Capture(Generic[Result]):
         return bool(self._graphs)
 
     def forget(self) -> bool:
-        """Drop all captures, with their memory; tell whether there were any."""
+        """Drop all captures, with their memory; return whether there were any."""
         had_some = bool(self._graphs)
         self._graphs.clear()
         self._kinds.forget()
         return had_some
 
     def _passes_guards(self) -> bool:
-        """Tell whether captures are still valid, and drop them if not."""
+        """Whether captures are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
         roots, others, guards = self._step.roots(), self._step.others(), self._guards
         # Before there is a capture, addresses don't matter: a recurrent layer may move its weights in each forward.

@@ -446,5 +446,5 @@ def _find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) 
 
 
 def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
-    """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
+    """Return for each parameter, in the order of the bundles, whether it has a gradient on any device."""
     return [any(g is not None for g in column) for row in grads for column in zip(*row)]

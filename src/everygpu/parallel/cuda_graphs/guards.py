@@ -89,7 +89,7 @@ class ModuleGuards:
         self._unseen_layouts = [layout for layout in self._layouts if not seen.issuperset(map(id, layout.modules))]
 
     def is_current(self, roots: Sequence[nn.Module], others: Sequence[Any], *, addresses: bool = True) -> bool:
-        """Tell whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
+        """Whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
         return (
             are_same(roots, self._roots)
             and are_same(others, self._others)
@@ -146,7 +146,7 @@ class ModuleGuards:
 
 
 def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Tell whether two sequences hold the same objects."""
+    """Whether two sequences hold the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
@@ -170,7 +170,7 @@ def torch_settings() -> tuple[Any, ...]:
 
 
 def is_observed() -> bool:
-    """Tell whether modes, hooks or anomaly detection observe every operation: a replay would bypass them."""
+    """Whether modes, hooks or anomaly detection observe every operation: a replay would bypass them."""
     return (
         any(not isinstance(m, DeviceContext) for m in function_modes())
         or num_dispatch_modes() > 0

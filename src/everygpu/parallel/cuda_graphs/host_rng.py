@@ -78,7 +78,7 @@ def _state_of(generator: Any) -> Any:
 
 
 def is_same_state(a: Any, b: Any) -> bool:
-    """Tell whether two states of one generator are equal: numbers, arrays, tensors, or containers of these."""
+    """Whether two states of one generator are equal: numbers, arrays, tensors, or containers of these."""
     if isinstance(a, dict):
         return all(is_same_state(a[k], b[k]) for k in a)
     if isinstance(a, tuple):

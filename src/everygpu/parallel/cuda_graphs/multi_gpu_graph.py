@@ -94,7 +94,7 @@ _STREAM = "capture"
 
 
 def is_capturing() -> bool:
-    """Tell whether the current stream is being captured: CUDA allows no second capture within."""
+    """Whether the current stream is being captured: CUDA allows no second capture within."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
@@ -250,7 +250,7 @@ class _RandomState:
         self._generator.set_offset(self._before)
 
     def is_used(self) -> bool:
-        """Tell whether the graph that was replayed after ``fill`` draws random numbers."""
+        """Whether the graph that was replayed after ``fill`` draws random numbers."""
         return self._generator.get_offset() != self._before
 
 

@@ -34,7 +34,7 @@ ALIGNMENT_BYTES = 16
 
 
 def has_kernels(devices: Sequence[torch.device]) -> bool:
-    """Tell whether there are kernels for devices that reach each other's memory: Windows may have no Triton."""
+    """Whether there are kernels for devices that reach each other's memory: Windows may have no Triton."""
     return all(d.type == "cuda" for d in devices) and comm.has_triton()
 
 
@@ -76,7 +76,7 @@ def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor],
 
 
 def is_laid_out(t: Tensor, slot: Slot) -> bool:
-    """Tell whether a tensor's memory is in the order of a slot, and aligned as kernels need it."""
+    """Whether a tensor's memory is in the order of a slot, and aligned as kernels need it."""
     return t.stride() == slot.strides and t.data_ptr() % ALIGNMENT_BYTES == 0
 
 
@@ -157,8 +157,8 @@ class GradTables:
         """For each reader, the addresses of all replicas' gradients for the blocks of its chunk."""
 
     def take(self, replica: int, grads: Mapping[int, Tensor | None]) -> bool:
-        """Keep a replica's gradients where they are, or lay them out, or zeros, on the current stream; tell whether any
-        were made, which are ready later than backward's own.
+        """Keep a replica's gradients where they are, or lay them out, or zeros, on the current stream. Return whether
+        any were made: these are ready later than backward's own.
         """
         plan, device = self._plan, self._sources[replica]
         slots = [slot for slot in plan.slots if slot.index in grads]
@@ -320,7 +320,7 @@ class ParameterSync:
         self._load_kernels()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Tell whether these are the parameters it was made for, where they were."""
+        """Whether these are the parameters it was made for, where they were."""
         return _layout_key(params) == self._layout_key
 
     def twins(self) -> ReplicaLeaves:

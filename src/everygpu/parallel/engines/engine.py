@@ -87,5 +87,5 @@ class Engine(Protocol):
 
 
 def may_replay() -> bool:
-    """Tell whether a call may be replayed as a whole: one with gradients, that torch.compile doesn't trace."""
+    """Whether a call may be replayed as a whole: one with gradients, that torch.compile doesn't trace."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

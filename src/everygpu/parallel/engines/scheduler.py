@@ -31,12 +31,12 @@ _forward_backward_id: ContextVar[int] = ContextVar("everygpu_forward_backward", 
 
 
 def is_recomputing() -> bool:
-    """Tell whether an activation checkpoint runs a part of this replica's forward again, without the others."""
+    """Whether an activation checkpoint runs a part of this replica's forward again, without the others."""
     return backward_id() not in (NO_BACKWARD, _forward_backward_id.get())
 
 
 def is_in_replica() -> bool:
-    """Tell whether a replica makes the present call, side by side with others."""
+    """Whether a replica makes the present call, side by side with others."""
     return _replica_context.get() is not None
 
 

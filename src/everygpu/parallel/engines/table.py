@@ -27,7 +27,7 @@ def _captured(context: EngineContext) -> Engine:
 
 
 def can_gain(context: EngineContext) -> bool:
-    """Tell whether captures may be faster: not on the CPU, nor than one module that its user has compiled. Over ranks
+    """Whether captures may be faster: not on the CPU, nor than one module that its user has compiled. Over ranks
     there are none, for the hooks that add gradients up.
     """
     is_users = len(context.devices) == 1 and compiled_original(context.module()) is not None

@@ -163,5 +163,5 @@ class ShardedRankModel(RankModel):
 
 
 def is_sharded(wrapper: Any) -> bool:
-    """Tell whether a ``DataParallel`` has a part of each parameter on every rank."""
+    """Whether a ``DataParallel`` has a part of each parameter on every rank."""
     return isinstance(wrapper.rank_model, ShardedRankModel)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_shard(x: Any) -> bool:
-    """Tell a tensor of which other ranks have the other rows, torch's DTensor, without importing that."""
+    """Whether a tensor is sharded over ranks: torch's DTensor, recognized without importing it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

@@ -42,11 +42,11 @@ class ModuleTree:
         self._metas = _metas(self.tensors)
 
     def is_same(self) -> bool:
-        """Tell whether the tree holds the identical modules and tensors, whatever their properties."""
+        """Whether the tree holds the identical modules and tensors, whatever their properties."""
         return self._read_children().is_same(self._children) and self._read_tensors().is_same(self._contents)
 
     def is_current(self) -> bool:
-        """Tell whether the tree has the same arrangement; adopt new tensors that fit in place of old ones."""
+        """Whether the tree has the same arrangement; adopt new tensors that fit in place of old ones."""
         contents = self._read_tensors()
         if not self._read_children().is_same(self._children) or contents[:2] != self._contents[:2]:
             return False
@@ -78,7 +78,7 @@ class _Flat(NamedTuple):
     values: list[Any]
 
     def is_same(self, before: "_Flat") -> bool:
-        """Tell whether tables have identical values in the same places."""
+        """Whether tables have identical values in the same places."""
         return self[:2] == before[:2] and all(map(operator.is_, self.values, before.values))
 
 
@@ -88,12 +88,12 @@ def _flatten(tables: Sequence[Table]) -> _Flat:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Tell whether a tensor has memory and strides, as a plain one has."""
+    """Whether a tensor has memory and strides, as a plain one has."""
     return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
 
 
 def has_hooks(t: Tensor) -> bool:
-    """Tell whether a tensor has gradient hooks, which must receive the sum over all replicas."""
+    """Whether a tensor has gradient hooks, which must receive the sum over all replicas."""
     return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
 
 

@@ -38,7 +38,7 @@ MISSING = object()
 
 
 def is_constant(value: Any) -> bool:
-    """Tell whether a value can neither change nor refer to a tensor of the module tree."""
+    """Whether a value can neither change nor refer to a tensor of the module tree."""
     if type(value) in CONSTANTS or isinstance(value, (type, enum.Enum)):
         return True
     # NumPy's float64 is a float, too; a subclass with attributes is an object like any other.

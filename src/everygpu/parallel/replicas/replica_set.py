@@ -347,7 +347,7 @@ def _blank_copy(original: nn.Module) -> nn.Module:
 
 
 def trusts_versions(devices: Sequence[torch.device]) -> bool:
-    """Tell whether frozen parameters are sent only when torch counts a write: comparing them would take too long."""
+    """Whether frozen parameters are sent only when torch counts a write: comparing them would take too long."""
     return any(d.type != "cpu" for d in devices)
 
 

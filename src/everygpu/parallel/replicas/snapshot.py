@@ -43,7 +43,7 @@ class Snapshot:
         self._all: Contents | None = None
 
     def is_same(self) -> bool:
-        """Tell whether no module has changed since ``changed`` was called."""
+        """Whether no module has changed since ``changed`` was called."""
         return not self.volatile and self._all is not None and self._all.is_same()
 
     def changed(self) -> list[int]:
@@ -115,7 +115,7 @@ class Contents:
         self._referents = list(map(_referents, functions))
 
     def is_same(self) -> bool:
-        """Tell whether everything holds what it did."""
+        """Whether everything holds what it did."""
         _, functions, modules = self.parts
         return (
             not any(self._empty)
@@ -151,7 +151,7 @@ class Search:
             self.unseen = name
 
     def _search(self, value: Any, *, is_referent: bool = False) -> bool:
-        """Note what has to be compared; tell whether there was nothing that can't be."""
+        """Note what has to be compared; return whether all of it can be."""
         if is_constant(value) or id(value) in self._known or id(value) in self._seen:
             return True
         if isinstance(value, Tensor):

@@ -120,7 +120,7 @@ class LabelCheck:
         """What losses were seen to ignore: without gradients none can be seen."""
 
     def is_due(self) -> bool:
-        """Count a batch, and tell whether to look at it: nothing can be read while a CUDA graph is captured."""
+        """Count a batch; return whether to look at it: nothing can be read while a CUDA graph is captured."""
         if self._is_over or num_dispatch_modes() or _is_capturing():
             return False
         self._num_calls += 1

@@ -109,7 +109,7 @@ def rows_of(path: str, leaf: Any, dim: int) -> int | None:
 
 
 def has_entry_per_device(leaf: Any, num_rows: int, num_devices: int, dim: int) -> bool:
-    """Tell one number for each device, of which each replica gets its own, from rows of the batch.
+    """Whether a tensor has one number per device, of which each replica gets its own, rather than rows of the batch.
 
     It is a whole number for each, all of them equal, as ``transformers`` passes ``num_items_in_batch``: integers of
     shape (devices,), (devices, 1) or the like, or floats of shape (devices, 1), which its newer versions make of them;

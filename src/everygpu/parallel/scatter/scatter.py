@@ -179,7 +179,7 @@ class _Cutter:
         return shares
 
     def _fits(self, x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int]) -> bool:
-        """Tell whether a batch is split as the call is, so that nothing moves."""
+        """Whether a batch is split as the call is, so that nothing moves."""
         layout = x._layout
         is_alike = layout.devices == tuple(devices) and layout.sizes == tuple(rows)
         return is_alike and x.shard_dim == self.dim % x.ndim and has_shards(x)

@@ -190,12 +190,12 @@ def shard_batch(
 
 
 def has_shards(x: ShardedBatch) -> bool:
-    """Tell whether the parts are current: not once the joined tensor was written, or returned as memory to write."""
+    """Whether the parts are current: not once the joined tensor was written, or returned as memory to write."""
     return not x._memory.is_joined
 
 
 def has_parts(x: ShardedBatch) -> bool:
-    """Tell whether ``parts_of`` can return parts that keep the layout."""
+    """Whether ``parts_of`` can return parts that keep the layout."""
     return x._layout.weights is not None or not x._memory.is_joined
 
 

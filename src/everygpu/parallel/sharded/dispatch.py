@@ -46,7 +46,7 @@ def operations(names: str) -> Iterator[Any]:
 
 
 def _works_on_tensors(operation: Any) -> bool:
-    """Tell overloads for tensors, which write nothing or, if named so, their first argument, from all others."""
+    """Whether an overload is for tensors, and writes nothing or, if named so, only its first argument."""
     written = [place for place, _ in written_arguments(operation)]
     writes = operation.overloadpacket.__name__.endswith("_")
     return any("Tensor" in str(a.type) for a in operation._schema.arguments) and written == ([0] if writes else [])

@@ -150,7 +150,7 @@ def layout_of(
 
 
 def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
-    """Tell whether two layouts have the same rows on the same devices."""
+    """Whether two layouts have the same rows on the same devices."""
     return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
 
 
