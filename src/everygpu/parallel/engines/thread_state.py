@@ -87,8 +87,12 @@ class ThreadState:
         self, function: Callable[[], T], device: torch.device | None = None, mode: "MakeMode | None" = None
     ) -> T:
         """Call a function in the captured thread, with the saved-tensor hooks that the others get."""
-        with self._packing(), self._on_device(device, mode):
-            return function()
+        try:
+            with self._packing(), self._on_device(device, mode):
+                return function()
+        finally:  # once more: Ctrl-C may have come while the mode was to be left
+            while len(modes := function_modes()) > len(self._function_modes) and isinstance(modes[-1], FactoryDevice):
+                pop_function_mode()
 
     def snapshot(self) -> contextvars.Context:
         """Copy the context variables; one copy can run in one thread only."""
