@@ -22,13 +22,14 @@ LANGUAGES = {"en": "en", "zh-CN": "zh"}
 """The languages of the site, with the theme's names of them."""
 
 TITLES = {
-    "Start": "开始",
-    "How do I …?": "怎么做",
+    "Start": "快速开始",
+    "A real project": "真实项目",
+    "How do I …?": "常见操作",
     "Migration": "迁移",
-    "Troubleshooting": "排查问题",
+    "Troubleshooting": "故障排查",
     "Guides": "指南",
-    "Recipes": "配方",
-    "Reference": "参考",
+    "Integrations": "集成示例",
+    "Reference": "API 参考",
     "How it works": "工作原理",
     "Benchmarks": "性能测试",
 }

@@ -94,6 +94,33 @@ class TestImages:
         assert [epoch for epoch, *_ in self.LINE.findall(output)] == ["1", "2"]
 
 
+class TestTrainer:
+    EPOCH = re.compile(r"^epoch .*$", re.MULTILINE)
+
+    @pytest.mark.usefixtures("warm_python")
+    def test_two_processes_and_a_resumed_run_train_as_one_process(self, run: Run, tmp_path: Path) -> None:
+        whole = run("trainer.py", "--epochs", 4, "--folder", tmp_path / "whole")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        options = ["--epochs", "4", "--folder", str(tmp_path / "ranks")]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ranks = subprocess.run(
+            [*command, EXAMPLES / "trainer.py", *options], env=env, stdout=subprocess.PIPE, text=True, check=True
+        )
+        resumed = run("trainer.py", *options[:1], 5, *options[2:])
+        assert self.EPOCH.findall(ranks.stdout) == self.EPOCH.findall(whole)  # printed once, with the same losses
+        assert [line[:8] for line in self.EPOCH.findall(resumed)] == ["epoch  5"]
+        assert len((tmp_path / "ranks" / "log.csv").read_text().splitlines()) == 5
+        assert torch.load(tmp_path / "ranks" / "best.pt").keys() == {
+            f"{i}.{n}" for i in (0, 2, 4) for n in ("weight", "bias")
+        }
+
+    def test_stops_early(self, run: Run, tmp_path: Path) -> None:
+        output = run("trainer.py", "--epochs", 60, "--patience", 1, "--folder", tmp_path)
+        losses = [float(loss) for loss in re.findall(r"test loss (\S+)", output)]
+        assert len(losses) < 60
+        assert losses[-1] >= min(losses[:-1])
+
+
 class TestGan:
     def test_both_models_are_trained(self, run: Run) -> None:
         output = run("gan.py", "--replicas", 2, "--steps", 20)

@@ -11,7 +11,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SETUPS = Path(__file__).parent / "setups"
-FENCE = re.compile(r"^```python(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(?P<kind>python|diff)(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 SHELL = re.compile(r"^```sh\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -21,8 +23,19 @@ def page_path(name: str) -> Path:
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """Give the Python code of a page as pairs of title and code."""
-    return [(found["title"] or "", found["code"]) for found in FENCE.finditer(text)]
+    """Give the Python code of a page as pairs of title and code; of a diff, both sides."""
+    sides = [
+        side for found in FENCE.finditer(text) for side in sides_of(found["kind"], found["title"] or "", found["code"])
+    ]
+    return [(title, code) for title, code in sides if code.strip()]
+
+
+def sides_of(kind: str, title: str, code: str) -> list[tuple[str, str]]:
+    if kind == "python":
+        return [(title, code)]
+    lines = code.splitlines(keepends=True)
+    before, after = ("".join(line[1:] or "\n" for line in lines if not line.startswith(sign)) for sign in "+-")
+    return [("before", before), (title, after)]
 
 
 def run_page(name: str) -> dict[str, Any]:
@@ -32,7 +45,9 @@ def run_page(name: str) -> dict[str, Any]:
     if setup.exists():
         exec(compile(setup.read_text("utf-8"), str(setup), "exec"), names)
     text = page_path(name).read_text("utf-8")
-    assert len(blocks(text)) == text.count("```python"), "a block within a list is not run: put it outside"
+    assert len(FENCE.findall(text)) == text.count("```python") + text.count("```diff"), (
+        "a block within a list is not run: put it outside"
+    )
     for number, (title, code) in enumerate(blocks(text), 1):
         compiled = compile(code, f"<{name}.md, block {number}>", "exec")
         if not title.startswith("before"):
