@@ -23,7 +23,9 @@ def make_data():
     random = torch.Generator().manual_seed(0)
     turns, spiral = torch.rand(2500, generator=random) * 6 + 1, torch.arange(2500) % 2
     angle = turns + spiral * torch.pi
-    points = torch.stack([turns * angle.cos(), turns * angle.sin()], 1) / 7
+    points = torch.stack([turns * angle.cos(), turns * angle.sin()], 1) / 7 + 0.1 * torch.randn(
+        2500, 2, generator=random
+    )
     return random_split(TensorDataset(points, spiral), [2000, 500], generator=random)
 
 
