@@ -1,4 +1,4 @@
-"""Ends a run that no longer goes on, and says where it is stuck.
+"""Ends a run that has stopped making progress, and says where it is stuck.
 
 Nothing here imports torch: ``everygpu run`` watches before a script has loaded it.
 """
@@ -44,7 +44,7 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 def watchdog(timeout: float = TIMEOUT_S) -> "Watch":
-    """End this process when it no longer goes on, and say where it is stuck::
+    """End this process when it stops making progress, and say where it is stuck::
 
         with everygpu.watchdog(timeout=300):
             train(x, y)
@@ -159,7 +159,7 @@ class _Watchdog:
     def _run(self, gpus: "GpuWatch", is_over: threading.Event) -> None:
         before, since_s, looked_at = Threads(), 0.0, time.monotonic()
         while (watches := self.watches) and not is_over.wait(period_s := min(1.0, watches[-1].timeout_s / 10)):
-            # A process that was stopped, or held up, has not stood still: what it missed doesn't count.
+            # The time in which the process was suspended doesn't count as time without progress.
             now = time.monotonic()
             self._clock_s += min(now - looked_at, 2 * period_s)
             looked_at = now
@@ -179,7 +179,7 @@ class _Watchdog:
                 )
 
     def _late(self, queues: Mapping[int, float], places: list[str], since_s: float, timeout_s: float) -> list[str]:
-        """Name what stands still, the first thing that did first, if anything does for too long."""
+        """Name what has made no progress for too long; the one that stopped first comes first."""
         found = [(since, [f"the queue of cuda:{index}"]) for index, since in dict(queues).items()]
         found = sorted([*found, (since_s, places)] if places else found)
         if not found or self._clock_s - found[0][0] < timeout_s:
@@ -325,7 +325,7 @@ class GpuWatch(threading.Thread):
 
 
 def explain_lost_gpu(error: BaseException | None) -> str | None:
-    """Say what an uncaught error tells of a lost GPU, if one is; make no call of CUDA's."""
+    """Return a message if an uncaught error means that a GPU is lost; call nothing of CUDA's."""
     torch: Any = sys.modules.get("torch")
     seen: dict[int, BaseException] = {}
     while error is not None and id(error) not in seen:
@@ -338,7 +338,7 @@ def explain_lost_gpu(error: BaseException | None) -> str | None:
     where = next((str(e).partition(" failed")[0] for e in seen.values() if isinstance(e, ReplicaError)), "")
     return (
         f"This process has lost a GPU: CUDA error {code}{where.replace('forward: ', ', in ')}. Start again from the "
-        f"newest checkpoint, as everygpu run --max-restarts does. nvidia-smi and `dmesg | grep -i xid` tell whether "
+        f"newest checkpoint, as everygpu run --max-restarts does. nvidia-smi and `dmesg | grep -i xid` show whether "
         f"the GPU is at fault."
     )
 

@@ -1,4 +1,4 @@
-"""How a process of ours starts another Python, and forks, and the cores that they share."""
+"""How everygpu starts another Python process, and forks, and the cores that they share."""
 
 import os
 import socket
@@ -67,12 +67,12 @@ if sys.platform != "win32":
 
         # A C++ thread that takes the GIL for the first time, as gloo's do to free a collective's tensors, locks
         # CPython's list of thread states without it. A child that is forked meanwhile waits for that lock for ever, as
-        # PyOS_AfterFork_Child takes it before it is made anew.
+        # PyOS_AfterFork_Child takes it before it is made again.
         ends: tuple[socket.socket, socket.socket]
         is_stuck = False
 
         def run(self) -> None:
-            """Say that this process runs, and begin when told so: one that is killed instead must hold no lock."""
+            """Report that this process runs, and begin on request: one that is killed before must hold no lock."""
             parents, own = self.ends
             parents.close()
             own.send(b".")

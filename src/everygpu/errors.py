@@ -8,7 +8,7 @@ with the value, then what to do.
 class EveryGPUError(Exception):
     """Base class of every error that this package raises on purpose.
 
-    Each child inherits a builtin, too, so callers that catch torch's or Python's own error go on to work. Errors of
+    Each child also inherits a builtin, so callers that catch torch's or Python's own error continue to work. Errors of
     the user's model, loss or dataset are not wrapped: they reach the caller with their own type.
 
     ::

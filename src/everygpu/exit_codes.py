@@ -14,7 +14,7 @@ UNREADABLE = 4
 BAD_NUMBERS = 5
 """Numbers of the training are no longer finite, or replicas' parameters differ."""
 STUCK = 6
-"""The watchdog has ended a run that stood still, or that has lost a GPU."""
+"""The watchdog has ended a run that made no progress, or that has lost a GPU."""
 INTERRUPTED = 130
 """After Ctrl-C: 128 and the signal, as a shell says it."""
 STOPPED = 143

@@ -20,7 +20,7 @@ def runtime_folder() -> Path:
         OSError: it can't be made, or is another user's.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # platformdirs tells of each fallback
+        warnings.simplefilter("ignore")  # platformdirs logs each fallback
         folder = user_runtime_path("everygpu", appauthor=False, ensure_exists=True)
     for level in (folder, folder.parent) if sys.platform == "linux" else ():  # which older platformdirs don't look at
         found = level.lstat()

@@ -65,7 +65,7 @@ def compiled_original(module: nn.Module) -> nn.Module | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calling a module runs what torch.compile made of it, wrapped or in place."""
+    """Whether calling a module runs code of torch.compile, wrapped or in place."""
     return compiled_original(module) is not None or module._compiled_call_impl is not None
 
 

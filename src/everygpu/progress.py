@@ -63,7 +63,7 @@ def running(
         what: A noun, as "forward".
         device: Where.
         replica: Of which one, by its position.
-        waits_for: ``"ranks"`` or ``"replicas"`` where it goes on as soon as these do.
+        waits_for: ``"ranks"`` or ``"replicas"`` if it continues as soon as these do.
     """
     found = progress()
     if not found.is_watched:

@@ -2,7 +2,7 @@
 
 A container is a tuple, list, dict or UserDict (and their subclasses: named tuples, ``torch.return_types``,
 ``ModelOutput``), a dataclass instance, or a type registered with torch's pytree. Everything else is a leaf.
-An attribute that a container has beside its items is a child, too; one that shows an item follows that item.
+An attribute that a container has besides its items is also a child; one that shows an item follows that item.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are shared out: written by all ranks, loaded on any number of them, and on none."""
+"""Checkpoints of models that are sharded: written by all ranks, loaded on any number of them, and on none."""
 
 import itertools
 import json
@@ -147,7 +147,7 @@ def faults(folder):
         with pytest.raises((CheckpointError, OSError), match="can't be written: full"):
             everygpu.save(folder / "whole", model=model)
     everygpu.save(folder / "whole", model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointContentError, match="is shared out over ranks"):
+    with pytest.raises(CheckpointContentError, match="is sharded over ranks"):
         everygpu.save(folder / "state", ema=model.state_dict())
     net, _ = make(None)
     factored = torch.optim.Adafactor(net.parameters())

@@ -68,7 +68,7 @@ def test_every_format_into_a_file_that_others_read(tmp_path: Path, make: Any, na
 @pytest.mark.parametrize("name", ["b.onnx", "b", "b.gguf"])
 def test_a_name_of_no_known_format_is_refused(tmp_path: Path, name: str) -> None:
     torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    with pytest.raises(OptionError, match=r"of which no format is known. Choose one of \.pt"):
+    with pytest.raises(OptionError, match=r"which belongs to no known format. Choose one of \.pt"):
         convert(tmp_path / "a.pt", tmp_path / name)
     assert names_in(tmp_path) == {"a.pt"}
 

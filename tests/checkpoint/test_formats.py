@@ -67,7 +67,7 @@ def test_our_own_directories_are_not_foreign_even_when_damaged(tmp_path: Path) -
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b"\x93NUMPY\x01\x00", r"numpy\.load"),
         (b"<!DOCTYPE html>", "web page"),
-        (b"hello", "no format that is known"),
+        (b"hello", "no known format"),
     ],
 )
 def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, named: str) -> None:

@@ -261,7 +261,7 @@ def other_net() -> Net:
 )
 def test_what_does_not_fit_changes_nothing(path: Path, what: dict[str, Any], match: str) -> None:
     assert_nothing_changes(CheckpointMismatchError, path, match, **what)
-    with pytest.raises(CheckpointMismatchError, match="Pass the model along"):
+    with pytest.raises(CheckpointMismatchError, match="Pass the model as well"):
         everygpu.load(path, optimizer=Run(seed=2).optimizer)
 
 
@@ -270,7 +270,7 @@ def test_what_is_no_checkpoint_changes_nothing(path: Path, tmp_path: Path) -> No
     (tmp_path / "x" / "notes").mkdir(parents=True)
     assert_nothing_changes(CheckpointForeignError, tmp_path / "x", "holds no checkpoint: none of checkpoint.json")
     (tmp_path / "model.pt").write_bytes(b"something else")
-    assert_nothing_changes(CheckpointForeignError, tmp_path / "model.pt", "of no format that is known")
+    assert_nothing_changes(CheckpointForeignError, tmp_path / "model.pt", "has no known format")
     edit_document(path, rng={"python": None, "torch": None})
     assert_nothing_changes(CheckpointDamagedError, path, "random states")
     edit_document(path, version=99)

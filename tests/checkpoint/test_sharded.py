@@ -78,7 +78,7 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, shard: Any) ->
     inside.mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     index = write_index(inside / "model.safetensors.index.json", {"a": shard})
-    with pytest.raises(CheckpointDamagedError, match="which is no name of a file beside it"):
+    with pytest.raises(CheckpointDamagedError, match="which is no file name in the same directory"):
         read_foreign(index)
 
 
@@ -102,7 +102,12 @@ def add_a_name(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "file", "error", "match"),
     [
-        (Path.unlink, "*00002-of*", CheckpointDamagedError, r"lists 1 shards that are not beside it, \w+-00002-of"),
+        (
+            Path.unlink,
+            "*00002-of*",
+            CheckpointDamagedError,
+            r"lists 1 shards that are not in the same directory, such as \w+-00002-of",
+        ),
         (cut_off, "*00002-of*", CheckpointDamagedError, "00002-of"),
         (cut_off, "*.index.json", CheckpointDamagedError, r"index\.json"),
         (add_a_name, "*.index.json", CheckpointDamagedError, "00001-of.* lacks 'c'"),

@@ -113,7 +113,7 @@ def test_files_without_checksums_have_no_fault(tmp_path: Path) -> None:
 def test_a_pickle_of_a_later_protocol_is_named_as_such(tmp_path: Path, protocol: int, zipped: bool) -> None:
     state = {"a": torch.ones(2)}
     torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointForeignError, match="of protocol 4 or later.*save it anew"):
+    with pytest.raises(CheckpointForeignError, match="of protocol 4 or later.*save it again"):
         read_torch_file(tmp_path / "a.pt")
     torch.save(torch.load(tmp_path / "a.pt", weights_only=False), tmp_path / "b.pt")
     assert read_torch_file(tmp_path / "b.pt")["a"].equal(state["a"])

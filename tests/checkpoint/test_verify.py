@@ -86,8 +86,8 @@ def test_foreign_files_with_faults(tmp_path: Path) -> None:
     (tmp_path / "empty.pt").touch()
     assert "is empty" in examine(tmp_path / "empty.pt").faults[0]
     (tmp_path / "text.pt").write_text("hello")
-    assert "no format" in examine(tmp_path / "text.pt").faults[0]
+    assert "no known format" in examine(tmp_path / "text.pt").faults[0]
     (tmp_path / "hf").mkdir()
     index = write_sharded(tmp_path / "hf", "safetensors")
     next(index.parent.glob("*00002-of*")).unlink()
-    assert "not beside it" in examine(index).faults[0]
+    assert "not in the same directory" in examine(index).faults[0]

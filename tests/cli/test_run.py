@@ -202,7 +202,7 @@ class TestInThisProcess:
         for variable in NO_GPU:
             monkeypatch.setenv(variable, "0")  # put back after the command has set them
         path = str(script(""))
-        said = f"everygpu run: {name} stands after {path} and goes to it. Put it before the script if it is meant for "
+        said = f"everygpu run: {name} comes after {path} and goes to it. Put it before the script if it is meant for "
         assert CliRunner().invoke(main, ["run", "--cpu", path, *args]).stderr == f"{said}everygpu.\n" * bool(name)
 
     def test_traceback_is_the_scripts_own(self, script, capsys, monkeypatch):

@@ -114,7 +114,7 @@ def test_copies_whose_gradients_come_back_are_in_turn_with_the_device(monkeypatc
         beside.append(index)
         yield
 
-    monkeypatch.setattr(copies, "_beside", note)
+    monkeypatch.setattr(copies, "_on_side_stream", note)
     x = torch.ones(2, requires_grad=requires_grad)
     comm.copy_to_each(x, [torch.device(d) for d in ("cpu", "meta", "meta")])
     assert beside == ([] if requires_grad else [1, 2])

@@ -1,6 +1,6 @@
-"""Checkpoints without pickle: a directory of safetensors and JSON, written beside and renamed.
+"""Checkpoints without pickle: a directory of safetensors and JSON, written under another name and renamed.
 
-1. A checkpoint is whole or not there: written beside the old one, synced, and put in its place by one rename.
+1. A checkpoint is complete or absent: it is written next to the old one, synced, and renamed into place.
 2. Other programs read it: ``model.safetensors`` has the bare model's names, ``sha256sum -c`` verifies it.
 3. A load plans everything and then applies it: everything fits, or nothing is changed.
 4. What is altered is noticed, named, and stepped over to the newest whole one of a run.

@@ -1,4 +1,4 @@
-"""Saving in a thread of its own, which an interrupt of the caller can't cut off in the middle of a step.
+"""Save in a separate thread, which an interrupt of the caller can't cut off halfway.
 
 Python raises KeyboardInterrupt in the main thread only, after any call there. So locks, files and renames are the
 work of another thread, and what is left in the caller's is made to be cut off anywhere: it waits on a lock, as a
@@ -28,19 +28,19 @@ logger = logging.getLogger("everygpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSnapshot:
-    """The state of a run, taken apart into what goes into each file."""
+    """The state of a run, split into what goes into each file."""
 
     document: Mapping[str, Json]
     files: Files
     """The run's own tensors, not copies; without memory those that other ranks write."""
     group: Group | None = None
-    """Of the ranks that write it together."""
+    """The ranks that write it together; None if one process does."""
     key: str = ""
-    """Of the notes by which those ranks know of each other."""
+    """The key of the notes that these ranks leave for each other."""
 
 
 class Background:
-    """Runs one piece of work at a time beside the caller; a thread ends with its work."""
+    """Runs one task at a time in the background; the thread ends with its task."""
 
     def __init__(self) -> None:
         self._task: _Task | None = None
@@ -48,7 +48,7 @@ class Background:
         self._pid = os.getpid()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do a piece of work, after the one before it; what interrupts the wait for it is raised when it is done."""
+        """Run a task after the previous one, and wait for it; an interrupt is raised once the task is done."""
         self.wait()
         task = _Task(work, self._turn)
         interrupt: BaseException | None = None
@@ -66,13 +66,13 @@ class Background:
         self.check()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Begin a piece of work, after the one before it, whose error is raised; its own is logged, too."""
+        """Start a task after the previous one, whose error is raised. The error of the new task is also logged."""
         self.wait()
         self._task = _Task(work, self._turn, is_logged=True)
         self._task.start()
 
     def wait(self) -> None:
-        """Wait until the work is done, and raise its error once; when interrupted, the work goes on."""
+        """Wait until the task is done, and raise its error once. If the wait is interrupted, the task continues."""
         if self._pid != os.getpid():  # forked: the thread is in the other process
             self.__init__()  # type: ignore[misc]
         if self._task is not None:
@@ -80,7 +80,7 @@ class Background:
         self.check()
 
     def check(self) -> None:
-        """Raise what the work has raised by now, once; don't wait for it."""
+        """Raise the task's error once if it has failed by now; don't wait for it."""
         task = self._task
         if task is not None and task.is_done:
             self._task = None
@@ -94,7 +94,7 @@ class Background:
 
 
 class _Task:
-    """A piece of work, done once, whose start and end can be waited for again after an interrupt."""
+    """A task that runs once, whose start and end can be awaited again after an interrupt."""
 
     def __init__(self, work: Callable[[], object], turn: threading.Lock, is_logged: bool = False) -> None:
         self.is_done = self._is_started = False
@@ -105,13 +105,13 @@ class _Task:
         self._running.acquire()
 
     def start(self) -> None:
-        """Begin the work; again, where an interrupt cut the first call off; here where no thread can begin any more."""
+        """Start the task, also if an interrupt cut off the first call. Run it here if no thread can start any more."""
         if not self._is_started and not self._start_thread():
             self._run()
         self._is_started = True
 
     def wait(self) -> None:
-        """Wait until the work is done."""
+        """Wait until the task is done."""
         self.start()
         if not self.is_done:
             with self._running:
@@ -160,19 +160,19 @@ class _Task:
 
 
 class SnapshotMemory:
-    """Host memory for one snapshot, pinned where tensors come from GPUs; kept, as the system clears and pins slowly."""
+    """Host memory for one snapshot, pinned if tensors come from GPUs; reused, as allocating and pinning are slow."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """Wait for all that GPUs are copying, also for a snapshot that was given up."""
+        """Wait for all copies from GPUs, also those of a snapshot that was abandoned."""
         if self._memory.is_pinned():
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
 
     def release(self) -> None:
-        """Give the memory back; snapshots in it must not be used any more."""
+        """Free the memory; snapshots in it must not be used any more."""
         # Asked of the driver: an interrupt could come between pinning it and noting so.
         if self._memory.is_pinned():
             self.wait()
@@ -185,7 +185,7 @@ class SnapshotMemory:
             self.release()
 
     def copy(self, snapshot: StateSnapshot) -> Callable[[], StateSnapshot]:
-        """Copy a run's state on the current streams, over the one before; return what waits until it has arrived."""
+        """Copy a run's state on the current streams, over the previous snapshot; return what waits for the copies."""
         unique = {identity(t): t for tensors in snapshot.files.values() for t in tensors.values()}
         devices = {t.device for t in unique.values() if t.is_cuda}
         padded_bytes = {key: -(-t.nbytes // 64) * 64 for key, t in unique.items()}
@@ -219,4 +219,6 @@ class SnapshotMemory:
         if is_pinned and not self._memory.is_pinned():
             place, size = self._memory.data_ptr(), self._memory.numel()
             if int(result := torch.cuda.cudart().cudaHostRegister(place, size, 0)) != 0:  # type: ignore[no-untyped-call]
-                logger.warning("%d bytes can't be pinned (%s): copying from the GPUs holds training up.", size, result)
+                logger.warning(
+                    "%d bytes can't be pinned (%s): training waits while they are copied from the GPUs.", size, result
+                )

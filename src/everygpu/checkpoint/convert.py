@@ -18,7 +18,7 @@ from everygpu.checkpoint.values import check_storable, identity
 from everygpu.errors import OptionError
 
 SUFFIXES = {**dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"), ".safetensors": "safetensors"}
-"""Ends of names by which programs expect a file, and its format."""
+"""File suffixes, and the format that other programs expect for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def convert(
     """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete."""
     target = SUFFIXES.get(destination.suffix)
     if target is None:
-        what = f"{destination.name} ends with {destination.suffix or 'nothing'}, of which no format is known"
+        what = f"{destination.name} has the suffix {destination.suffix or '(none)'}, which belongs to no known format"
         raise OptionError(f"convert: {what}. Choose one of {', '.join(SUFFIXES)}.")
     if destination.exists() and (not overwrite or destination.is_dir()):
         todo = "Choose a file" if overwrite else "Pass --overwrite to replace it"

@@ -1,8 +1,8 @@
-"""Directories of checkpoints: one that is replaced when a new one is complete, and those of a run, one per step.
+"""Checkpoint directories: a single one, replaced when a new one is complete, and those of a run, one per step.
 
-A new directory is written beside its place, and renamed. One that exists stays, with all that other programs have in
-it: a save is written to a directory within, which a rename makes the checkpoint; then its files are put in place one by
-one. Readers find each of them in either place. A run's checkpoints are named ``step-00001200``.
+A new directory is written under another name and renamed. An existing one stays, with all that other programs keep in
+it: the save goes to a directory inside it, a rename makes that the checkpoint, and then its files are moved one by one.
+Readers find each file in either place. A run's checkpoints are named ``step-00001200``.
 """
 
 import errno
@@ -41,17 +41,17 @@ Mode: TypeAlias = Literal["min", "max"]
 """Whether a metric is better when it is lower or higher."""
 
 Best: TypeAlias = tuple[str, Mode, int]
-"""A metric, and how many of the best checkpoints by it stay beside the newest."""
+"""A metric, its mode, and how many of the best checkpoints to keep besides the newest."""
 
 _STAGE = ".everygpu.tmp"
-"""What is being written: in the directory that it is for, or after a point and the name that it is to have."""
+"""Name of what is being written: inside the target directory, or after a dot and the target's name."""
 LOCK = ".everygpu.lock"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(rf"\.(step-\d{{8,}}){re.escape(_STAGE)}")
 
 
 def as_path(path: str | os.PathLike[str], caller: str) -> Path:
-    """Turn what the caller was given into a path; ``~`` at its begin is the home, as a shell has it."""
+    """Turn the caller's argument into a path; a leading ``~`` is the home directory, as in a shell."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
         shown = repr(path) if path is None or isinstance(path, str | bytes | int) else f"a {type(path).__name__}"
@@ -60,7 +60,7 @@ def as_path(path: str | os.PathLike[str], caller: str) -> Path:
 
 
 def resolve_target(path: Path, is_step: bool = False) -> Path:
-    """Follow symbolic links to the directory to write; refuse what is no checkpoint of ours, nor a step of a run."""
+    """Follow symbolic links to the directory to write; refuse what is no checkpoint of everygpu, nor a step."""
     target = Path(os.path.realpath(path))
     if not target.exists():
         return target
@@ -86,20 +86,20 @@ def resolve_target(path: Path, is_step: bool = False) -> Path:
 
 @contextmanager
 def must_be_writable(path: Path, caller: str) -> Iterator[None]:
-    """Raise the system's errors in the block as ours; what was at the path is whole."""
+    """Raise OSErrors of the block as everygpu's errors; the old content of the path is intact."""
     try:
         yield
-    except CheckpointError:  # some of ours are errors of the system as well
+    except CheckpointError:  # some of everygpu's errors inherit from OSError
         raise
     except OSError as cause:
         more = "Close files, or allow more of them, as `ulimit -n 65536` does."
-        todo = more if cause.errno == errno.EMFILE else "Make room, or choose another place."
+        todo = more if cause.errno == errno.EMFILE else "Free some space, or choose another place."
         raise CheckpointError(f"{caller}: {path} can't be written: {cause}. The old is untouched. {todo}") from cause
 
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Keep every other saver away until the block ends, in this process and in others; ends with its holder."""
+    """Lock out every other saver until the block ends, in this process and others. The lock ends with its process."""
     with suppress(FileNotFoundError):  # where the system has no locks, filelock writes a process id
         if not stat.S_ISREG(path.lstat().st_mode) or not re.match(rb"\d+\s|$", path.read_bytes()):
             raise _in_the_way(path)
@@ -149,7 +149,7 @@ def replacing(target: Path, *, is_file: bool = False, is_locked: bool = False) -
 
 
 def finish_interrupted_save(target: Path) -> None:
-    """Put the files of a complete save in place, and remove what a killed saver has left; no other may be saving."""
+    """Move the files of a complete save into place, and remove leftovers of a killed saver; needs the lock."""
     for stage in (target / _STAGE, _sibling(target, _STAGE)):
         if _is_left(stage):
             shutil.rmtree(stage)
@@ -169,7 +169,7 @@ def finish_interrupted_save(target: Path) -> None:
 
 
 def _complete(stage: Path, target: Path) -> None:
-    """Make a directory the checkpoint, or take that back where it can't be made durable."""
+    """Make a directory the checkpoint, or undo that if it can't be synced to disk."""
     place = target / PENDING if stage.parent == target else target
     if place != target:
         ours, document = files_in(target), target / DOCUMENT
@@ -192,7 +192,7 @@ def _complete(stage: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, but not what others have put there."""
+    """Remove a checkpoint, but not the files of other programs in it."""
     names, left = files_in(path), path
     if names.issuperset(os.listdir(path)):  # wherever the process dies, it is there as a whole or not at all
         left = _sibling(path, _STAGE)
@@ -209,7 +209,7 @@ def _copy_mode(of: Path, to: Path) -> None:
 
 
 def _is_left(directory: Path, *, gone: bool = False) -> bool:
-    """Whether a killed saver left a directory: our mark, or not a byte; ``gone`` if another saver has moved it."""
+    """Whether a killed saver left a directory: it has our mark, or no bytes. ``gone`` if another saver has moved it."""
     try:
         if not stat.S_ISDIR(directory.lstat().st_mode):
             return False
@@ -264,21 +264,21 @@ def list_saved(directory: Path) -> list[Saved]:
 
 
 def finish_interrupted_saves(directory: Path) -> None:
-    """Settle all checkpoints of a run."""
+    """Finish interrupted saves of all checkpoints of a run."""
     found = [_LEFT.fullmatch(entry.name) for entry in directory.iterdir()]
     for path in {saved.path for saved in list_saved(directory)} | {directory / left[1] for left in found if left}:
         finish_interrupted_save(path)
 
 
 def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
-    """Sort those that have a metric, of equal ones the earlier first."""
+    """Sort the checkpoints that have a metric, the best first; the earlier first among equals."""
     sign = 1 if mode == "min" else -1
     having = [s for s in saved if s.is_readable and metric in s.metrics]
     return sorted(having, key=lambda s: (sign * s.metrics[metric], s.serial))
 
 
 def rotate(directory: Path, keep: int, best: Best | None) -> None:
-    """Remove all but the newest checkpoints, of which the last written one is whole, and the best ones."""
+    """Remove all checkpoints but the newest and the best; the one written last is intact."""
     saved = list_saved(directory)
     readable = [s for s in saved if s.is_readable]
     stay = {s.path for s in readable[:keep]}

@@ -39,7 +39,7 @@ _MODEL_FILES = tuple(
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for suffix in (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin")
 )
-"""What Transformers, Accelerate, Diffusers and PEFT call a model's file in a directory, best first."""
+"""Names that Transformers, Accelerate, Diffusers and PEFT give to a model's file, the preferred one first."""
 
 _HEAD_BYTES = 512
 _OTHERS = {
@@ -102,7 +102,7 @@ def format_of(path: Path) -> Format:
         if head.lstrip().startswith(magic):
             raise _refused(path, f"is {what}", advice)
     advice = "Pass a file of torch.save, a safetensors file, or a directory with such files."
-    raise _refused(path, "is of no format that is known here", advice)
+    raise _refused(path, "has no known format", advice)
 
 
 def find_archive_fault(path: Path) -> str | None:
@@ -178,10 +178,12 @@ def _weight_map(path: Path) -> dict[str, Path]:
     for name, shard in weight_map.items():
         # A link in the directory may lead out of it, as in the Hugging Face cache. A name must not.
         if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+", shard) or shard in (".", ".."):
-            raise damaged(path, f"puts {cut(repr(name))} into {cut(repr(shard))}, which is no name of a file beside it")
+            raise damaged(
+                path, f"puts {cut(repr(name))} into {cut(repr(shard))}, which is no file name in the same directory"
+            )
         shards[name] = path.parent / shard
     if missing := sorted({shard.name for shard in shards.values() if not shard.is_file()}):
-        raise damaged(path, f"lists {len(missing)} shards that are not beside it, {missing[0]} for one")
+        raise damaged(path, f"lists {len(missing)} shards that are not in the same directory, such as {missing[0]}")
     return shards
 
 
@@ -194,9 +196,9 @@ def _explain(path: Path, message: str) -> CheckpointError:
         advice = "Ask for a file with only a state_dict, or allow this name, where you know it to be harmless, with "
         advice += "torch.serialization.add_safe_globals before loading."
         return _refused(path, f"wants to run {wanted[1].rstrip('.')}", advice)
-    advice = "Where you trust the file, read it with torch.load(path, weights_only=False), and save it anew with "
+    advice = "If you trust the file, read it with torch.load(path, weights_only=False), and save it again with "
     advice += "torch.save(state_dict, new_path)."
-    what = "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing"
+    what = "has a pickle of protocol 4 or later, which torch's restricted unpickler can't read"
     return _refused(path, what, advice)
 
 
@@ -252,7 +254,7 @@ def _check(directory: Path, metadata: Any) -> None:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         if Path(name).name != name or "\\" in name:
-            raise damaged(directory / METADATA, f"names the file {cut(repr(name))}, which is none in the directory")
+            raise damaged(directory / METADATA, f"names the file {cut(repr(name))}, which the directory doesn't have")
         if not (directory / name).is_file() or (directory / name).stat().st_size < end:
             raise damaged(directory / name, f"is missing, or ends before byte {end}")
     for name, entry in metadata.state_dict_metadata.items():

@@ -1,9 +1,9 @@
-"""The files of a checkpoint, and what tells a directory and the files in it of ours.
+"""The files of a checkpoint, and how a directory and its files are recognized as everygpu's.
 
-``model.safetensors`` and ``training.safetensors`` hold the tensors, in shards with an index where they are larger than
-5 GB; ``checkpoint.json`` holds the format, the structure of what is no tensor, and where the checkpoint stands in its
-run; ``SHA256SUMS`` is written last, so that ``sha256sum -c`` verifies a checkpoint without us. Where a save was cut off
-between the renames that put its files in place, the others are in the directory `PENDING`.
+``model.safetensors`` and ``training.safetensors`` hold the tensors, in shards with an index if they are larger than
+5 GB. ``checkpoint.json`` holds the format, the structure of all other values, and the checkpoint's position in its run.
+``SHA256SUMS`` is written last, so that ``sha256sum -c`` verifies a checkpoint without everygpu. If a save was cut off
+between the renames that move its files into place, the remaining ones are in the directory `PENDING`.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def is_pending(directory: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a directory is a checkpoint of ours, whole or damaged."""
+    """Whether a directory is a checkpoint of everygpu, intact or damaged."""
     return is_marked(path) or is_pending(path)
 
 
@@ -95,7 +95,7 @@ def files_in(directory: Path) -> set[str]:
 
 
 def files_of(tensors: Files, num_writers: int = 1) -> dict[str, dict[str, Tensor]]:
-    """Deal tensors, by `MODEL` and `TRAINING`, to files of 5 GB at most, or of one tensor; as many as have writers."""
+    """Distribute tensors over files of up to 5 GB, or one tensor; at least as many files as writers."""
     total = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     limit = min(SHARD_BYTES, -(-total // num_writers))
     files: dict[str, dict[str, Tensor]] = {}

@@ -84,7 +84,7 @@ def load(
         (a module as its names and tensors); and the ``step`` of a manager's checkpoint.
     Raises:
         CheckpointNotFoundError: there is nothing at the path.
-        CheckpointForeignError: it is of no known format, or of a newer one, or would have to be executed.
+        CheckpointForeignError: its format is unknown or newer than this version, or reading it would execute code.
         CheckpointDamagedError: a file is missing, cut off or altered.
         CheckpointBusyError: savers replaced the checkpoint again and again while it was read.
         CheckpointMismatchError: names, shapes, parameter groups or classes differ, or a part was not saved.
@@ -103,7 +103,7 @@ def load(
     restores = plan_parts(contents, targets, fit)
     if rng and contents.rng is None:
         raise CheckpointMismatchError(
-            f"load: {path} has no random states: it is of another program. Leave out rng=True."
+            f"load: {path} has no random states: another program wrote it. Leave out rng=True."
         )
     if rng:  # a name that nothing else can have
         restores["rng"] = plan_rng_restore(contents.rng)
@@ -182,7 +182,7 @@ def _stamp(directory: Path) -> list[object]:
 
 
 def read_native(directory: Path, verify: bool = False) -> Contents:
-    """Read every part of a checkpoint of ours."""
+    """Read every part of a checkpoint of everygpu."""
     document = read_document(directory)
     if not verify:
         logger.info("load: %s is read without comparing it with its SHA-256.", directory)
@@ -208,7 +208,7 @@ def read_native(directory: Path, verify: bool = False) -> Contents:
 
 
 def decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
-    """Make a part of its JSON; a LookupError, TypeError or ValueError where it is none."""
+    """Make a part from its JSON; a LookupError, TypeError or ValueError if the JSON describes none."""
     kind, state = part["kind"], decode(part["state"], tensors)
     if kind not in get_args(Kind):
         raise ValueError(f"unknown kind {kind!r}")

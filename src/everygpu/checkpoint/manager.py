@@ -100,7 +100,7 @@ class CheckpointManager:
                 any other object with state_dict and load_state_dict, or torch.Generator.
         Raises:
             OptionError: an option is outside what it may be.
-            CheckpointContentError: an object is none that can be restored in place.
+            CheckpointContentError: an object can't be restored in place.
         """
         # The program may change its working directory, also while it saves.
         self._name = as_path(directory, "CheckpointManager")
@@ -121,7 +121,7 @@ class CheckpointManager:
         self._stop_key = ""
         self._is_resumed = self._has_metric = False
         self._not_saved: tuple[int, dict[str, Any]] | None = None
-        """The last step that `save` was told of, where it was not due."""
+        """The last step that `save` was called with but didn't save, as it wasn't due."""
         self._written_by_rank_0: str | None = None
         # The memory of the last snapshot that was written. While one is made or written, its memory is not here: an
         # interrupt may come at any moment, and what it leaves behind must not be overwritten.
@@ -181,7 +181,7 @@ class CheckpointManager:
         return path
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint whose files are there in full size; None if there is none."""
+        """Return the newest checkpoint whose files have their full size; None if no checkpoint has."""
         self._settle()
         return next((saved.path for saved in list_saved(self.directory) if saved.is_readable), None)
 
@@ -270,7 +270,7 @@ class CheckpointManager:
         """Refuse to mix this run's checkpoints with another one's."""
         if not self._is_resumed and not self._is_clearing and (saved := list_saved(self.directory)):
             what = f"{self._name} has checkpoints of an earlier run, the newest of step {saved[0].step}"
-            raise CheckpointForeignError(f"save: {what}. Call resume() first to go on, or pass overwrite=True.")
+            raise CheckpointForeignError(f"save: {what}. Call resume() first to continue it, or pass overwrite=True.")
 
     def _take_metrics(self, given: Mapping[str, Any]) -> dict[str, float]:
         # A Meter's rows are those of one rank; all ranks come here.

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint, and how they are told apart in another program's file."""
+"""The parts of a checkpoint, and how they are recognized in other programs' files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -50,7 +50,7 @@ def save(
 
     Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
     under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
-    A model that is shared out, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks.
+    A model that is sharded, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks.
 
     Args:
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
@@ -71,7 +71,7 @@ def save(
         CheckpointForeignError: the path has files of others, or is a mount point, the working directory or one around
             it; it is left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
-        CheckpointBusyError: another saver is writing to the path; its save goes on.
+        CheckpointBusyError: another saver is writing to the path; its save continues.
         CheckpointError: writing failed; the old checkpoint is untouched.
         RankError: rank 0 has ended without saving.
     Source:
@@ -106,7 +106,7 @@ def save(
 
 
 def is_spread(parts: Mapping[str, object]) -> bool:
-    """Whether a model or an optimizer among the parts has tensors of which other ranks have the other rows."""
+    """Whether a model or an optimizer among the parts is sharded over ranks."""
     return any(map(has_shards, parts.values())) and join() is not None
 
 
@@ -124,24 +124,24 @@ def collect_state(parts: Mapping[str, object], gathered_as: str | None = None) -
     spread = next((name for group in tensors.values() for name, t in group.items() if is_shard(t)), None)
     if spread is not None:
         raise CheckpointContentError(
-            f"save: {spread} is shared out over ranks. Pass the model or the optimizer that it is of, too: model=model."
+            f"save: {spread} is sharded over ranks. Pass the model or optimizer that it belongs to: model=model."
         )
     return StateSnapshot(document=document, files=files_of(tensors))
 
 
 def gather_to_writer(document: Mapping[str, Any], tensors: Files, key: str) -> StateSnapshot:
-    """Put tensors together one at a time, each in the memory of the rank that writes it; all ranks call it."""
+    """Gather full tensors one at a time, each to the rank that writes it; all ranks call it."""
     group = join()
     if group is None:
-        raise RankError("save: the process group has ended, and tensors are shared out over its ranks. Save before.")
+        raise RankError("save: the process group has ended, and tensors are sharded over its ranks. Save before.")
     group.leave_note(f"{key}: rank {group.rank}", "")
-    for rank in range(group.size):  # before the first collective, which a rank that isn't coming would have stand still
+    for rank in range(group.size):  # before the first collective, which would hang if a rank doesn't come
         try:
             group.read_note(f"{key}: rank {rank}", MEET_S)
         except RankError as cause:
-            what = f"the model is shared out over ranks, and rank {rank} hasn't come to save its part in {MEET_S:g} s"
+            what = f"the model is sharded over ranks, and rank {rank} hasn't come to save its part in {MEET_S:g} s"
             raise RankError(f"save: {what}. Call save on all ranks, not under is_main().") from cause
-    # Those that every rank has come first, to stand in files of rank 0.
+    # Tensors that every rank has come first, so that they end up in files of rank 0.
     ordered = {stem: dict(sorted(part.items(), key=lambda named: is_shard(named[1]))) for stem, part in tensors.items()}
     files = files_of(ordered, group.size)
     for i, part in enumerate(files.values()):
@@ -153,13 +153,13 @@ def gather_to_writer(document: Mapping[str, Any], tensors: Files, key: str) -> S
 
 
 def wait_for_devices(snapshot: StateSnapshot) -> None:
-    """Wait until GPUs have computed the tensors: another thread reads them on other streams than the caller's."""
+    """Wait until GPUs have computed the tensors: another thread reads them on streams other than the caller's."""
     for device in {t.device for tensors in snapshot.files.values() for t in tensors.values() if t.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def write_checkpoint(path: Path, snapshot: StateSnapshot, run: Mapping[str, Any] | None = None) -> Path:
-    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics."""
+    """Write a snapshot; ``run`` has its step, serial number and metrics if it belongs to a run."""
     document = {**({} if run is None else {"run": dict(run)}), **snapshot.document}
     is_step = run is not None  # of a run, whose manager has a lock
     with must_be_writable(path, "save"), replacing(resolve_target(path, is_step), is_locked=is_step) as directory:
@@ -177,7 +177,7 @@ def write_checkpoint(path: Path, snapshot: StateSnapshot, run: Mapping[str, Any]
 
 
 def write_together(snapshot: StateSnapshot, write: Callable[[], object]) -> None:
-    """Write a checkpoint on all ranks, without collectives, beside training: rank 0 by ``write``; all raise alike."""
+    """Write a checkpoint from all ranks during training, without collectives: rank 0 calls ``write``; all raise."""
     group, note = snapshot.group, f"{snapshot.key}: directory"  # which is not there where rank 0 has failed to make it
     if group is not None and group.rank != 0 and (made := group.find_first_note(note, snapshot.key)) is not None:
         directory, note = Path(json.loads(made)), f"{snapshot.key}: files of rank {group.rank}"

@@ -1,6 +1,6 @@
-"""Take the state of a module, optimizer, scheduler, generator or plain value, and put it back.
+"""Collect the state of a module, optimizer, scheduler, generator or plain value, and restore it.
 
-Putting back is planned first and done later: planning checks everything that can be checked and changes
+Restoring is planned first and done later: planning checks everything that can be checked and changes
 nothing, so that a load either changes all its targets or none.
 
 A module's state goes by name, without what wrappers put in front: that is removed where the wrapper is found, at the
@@ -298,7 +298,7 @@ def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str
 
 
 def _clean_paths(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tuple[str, str]]:
-    """Yield what stands before the names of each module inside, and that without wrappers."""
+    """Yield the prefix of the names of each module inside, and the same without wrappers."""
     module = unwrap(module)
     inner = keys.wrapped_child(module)
     yield raw, clean
@@ -321,7 +321,7 @@ def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Res
     if values and not chosen:
         raise CheckpointMismatchError(
             f"load: No name in the checkpoint begins with the prefix {fit.prefix!r}; they are "
-            f"{cut(', '.join(list(values)[:3]))}, … Pass what stands before the names of the part to load."
+            f"{cut(', '.join(list(values)[:3]))}, … Pass the prefix of the part to load."
         )
     prefix = fit.prefix or find_prefix(chosen, own)
     strip = (lambda name: name.removeprefix(prefix)) if fit.prefix else (lambda name: strip_prefix(name, prefix))
@@ -330,7 +330,7 @@ def _plan_module(model: nn.Module, part: str, state: Any, fit: Fit) -> tuple[Res
     own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
     matched = match_names(saved, own_names)
     pairs = {there: own_names[here] for there, here in matched.items()}
-    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
+    # In foreign files, versions are keyed by paths without wrappers' segments; tensors may not be.
     named = {bare_key(path): version for path, version in state["versions"].items()} | dict(state["versions"])
     versions: OrderedDict[str, dict[str, Any]] = OrderedDict()
     own_versions = getattr(own, "_metadata", {})
@@ -465,7 +465,7 @@ def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor
     if saved is None or any(known is None for group in saved for known in group):
         return part.state
     if not named:
-        todo = f"Pass the model along: load(path, model=model, {name}={name})."
+        todo = f"Pass the model as well: load(path, model=model, {name}={name})."
         raise CheckpointMismatchError(f"load: {name}'s state is kept by the names of the model's parameters. {todo}")
     groups = []
     for theirs, group, own in zip(saved, part.state["param_groups"], target.param_groups):
@@ -481,7 +481,7 @@ def _in_own_order(target: Any, name: str, part: Part, named: Mapping[str, Tensor
 
 
 def _take_own(target: Any, name: str, state: Any) -> Any:
-    """Refuse moments that are of another parameter; of those that are shared out, keep this rank's rows."""
+    """Refuse moments of other parameters; keep this rank's rows of moments that are sharded."""
     has_rows = has_shards(target)
     found = dict(state["state"]) if has_rows else {}
     for group, own in zip(state["param_groups"], target.param_groups):

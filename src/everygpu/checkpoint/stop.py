@@ -3,7 +3,7 @@
 A handler notes the first one, which a `CheckpointManager` looks for at its next save. The second one does what it
 would do without us, and so does one that no save follows. A handler of the user's stays in place.
 
-Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
+Ctrl-C raises KeyboardInterrupt as usual. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
 first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.
 """
 
@@ -51,7 +51,7 @@ class Stop:
         self._at_exit: Finalize | None = None
 
     def listen(self, user: object) -> None:
-        """Hear signals for a manager; only the main thread can set that up."""
+        """Handle signals for a manager; only the main thread can install handlers."""
         if threading.current_thread() is threading.main_thread() and user not in self._users:
             if self._pid != os.getpid():  # forked, with what was the parent's
                 self.__init__()  # type: ignore[misc]
@@ -63,7 +63,7 @@ class Stop:
                 signal.signal(number, self._hear)
 
     def leave(self, user: object, *, has_failed: bool) -> None:
-        """Hear nothing more for a manager; a signal that came after its last save acts now as it would without us."""
+        """Stop handling signals for a manager; one that came after its last save now acts as it would without us."""
         if self.is_ending and joined() is not None:
             return
         self._users.discard(user)
@@ -92,7 +92,7 @@ class Stop:
         return num_calls + 1
 
     def _restore(self) -> None:
-        """Put back what was there before the first manager, if none is left, and hand on what no save has followed."""
+        """Restore the old handlers when the last manager is gone, and pass on a signal that no save has followed."""
         if self._users:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -107,7 +107,7 @@ class Stop:
             signal.raise_signal(heard)
 
     def _end(self) -> None:
-        """Hand on, as the interpreter ends, what no save has followed; an error has its own exit code."""
+        """Pass on, as the interpreter exits, a signal that no save has followed; an error has its own exit code."""
         if not self.is_ending and not hasattr(sys, "last_value") and self._pid == os.getpid():
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
@@ -138,7 +138,7 @@ class Stop:
 
 @cache
 def stop() -> Stop:
-    """Return that of this process."""
+    """Return the handlers of this process."""
     return Stop()
 
 

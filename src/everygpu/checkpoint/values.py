@@ -38,7 +38,7 @@ _MAX_INT_BITS = 14_000
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """Turn a value, which stands at a dotted path, into JSON with ``{"$tensor": name}`` for tensors put aside."""
+    """Turn a value at a dotted path into JSON, with ``{"$tensor": name}`` for tensors put aside."""
     names = {identity(tensor): name for name, tensor in tensors.items()}
     try:
         return _encode(value, path, tensors, names)
@@ -63,7 +63,7 @@ def decode(skeleton: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 def identity(tensor: Tensor) -> object:
     """Return what two tensors share if they are the same view of the same memory."""
-    if is_shard(tensor):  # the same on all ranks, some of which have no rows: what is made for a parameter has padding
+    if is_shard(tensor):  # the same on all ranks, also those without rows: what is made for a parameter has padding
         address = local_part(tensor).untyped_storage().data_ptr() or id(tensor)
         return tensor.device, address, tensor.dtype, tuple(tensor.shape)
     if tensor.is_meta or tensor.layout != torch.strided:

@@ -26,7 +26,7 @@ _HELP = "\n".join(
 
 
 class _Group(click.Group):
-    """Shows an error of ours, or of the system, as its message, without a traceback."""
+    """Shows errors of everygpu and of the system as a message without traceback."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

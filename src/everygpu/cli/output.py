@@ -40,7 +40,7 @@ def harmless(text: object, *, keep: str = "") -> str:
 
 
 def plain(text: object) -> Text:
-    """Make text that rich prints as it stands."""
+    """Make text that rich prints verbatim."""
     return Text(harmless(text))
 
 

@@ -22,7 +22,7 @@ SPLIT_VARIABLE = "EVERYGPU_SPLIT"
 
 
 def _read_processes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    """Read ``--processes``; 0 stands for one per GPU."""
+    """Read ``--processes``; 0 means one per GPU."""
     if text is None or text == "auto":
         return None if text is None else 0
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
@@ -147,13 +147,13 @@ def _had_children() -> bool:
 
 
 def _note_misplaced(script: str, args: Sequence[str]) -> None:
-    """Say that an option of ours stands after the script; one after ``--`` is meant for it."""
+    """Warn of an option of everygpu that comes after the script; one after ``--`` is meant for the script."""
     params = click.get_current_context().command.params
     own = {name for p in params if not getattr(p, "hidden", False) for name in p.opts if name.startswith("--")}
     until = args.index("--") if "--" in args else len(args)
     for name in (arg.partition("=")[0] for arg in args[:until]):
         if name in own:
-            _tell(f"{name} stands after {script} and goes to it. Put it before the script if it is meant for everygpu.")
+            _tell(f"{name} comes after {script} and goes to it. Put it before the script if it is meant for everygpu.")
             return
 
 

@@ -31,7 +31,7 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
 def as_plain(x: Tensor) -> Tensor:
     """Show a subclass that is a plain tensor in C++ as that tensor; one with a dispatch of its own stays.
 
-    ``torch.nn.DataParallel`` cuts, copies and joins in C++, too: methods of the class, such as a ``to`` that needs the
+    ``torch.nn.DataParallel`` also cuts, copies and joins in C++: methods of the class, such as a ``to`` that needs the
     attributes of a whole object, aren't called.
     """
     if type(x) in (Tensor, nn.Parameter) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -48,7 +48,7 @@ def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 with_own_node = copies.with_own_node
-"""Have a leaf's gradient come from a node on its own device."""
+"""Return a view whose backward runs on the leaf's own device."""
 
 
 def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -59,10 +59,10 @@ def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 
 
 def connect(devices: Sequence[torch.device]) -> None:
-    """Have GPUs map each other's memory, as torch does at the first copy between two.
+    """Enable peer access between GPUs, as torch does at the first copy between two.
 
-    CUDA graphs need it before they are captured, while it is forbidden, as is loading the kernel that makes small
-    copies there; and so do kernels that read other GPUs' memory. https://github.com/pytorch/pytorch/issues/133984
+    CUDA graphs need it before a capture, which forbids it, and forbids loading the kernel of small copies. Kernels that
+    read other GPUs' memory need it as well. https://github.com/pytorch/pytorch/issues/133984
     """
     for source, target in itertools.permutations(dict.fromkeys(d for d in devices if d.type == "cuda"), 2):
         copy(torch.zeros(1, device=source), target)
@@ -77,7 +77,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy one buffer, of shape (numel,), into others."""
+    """Broadcast one buffer, of shape (numel,), into others."""
     if not trusted_peers(t.device for t in (source, *targets)):
         staged.broadcast(source, targets)
     elif _takes_nccl([source, *targets]):
@@ -87,7 +87,7 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Add buffers up on one device, in the order given, or in NCCL's own; the first may be overwritten."""
+    """Sum buffers on one device, in the order given or in NCCL's own; the first may be overwritten."""
     here = torch.empty(0, device=device)
     if not trusted_peers([device, *(s.device for s in sources)]):
         return staged.reduce(sources, device)
@@ -97,7 +97,7 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def reduce_scatter(buffers: Sequence[Tensor]) -> None:
-    """Add buffers up, one per device, each getting the sum of its own chunk; the others are undefined."""
+    """Reduce-scatter buffers, one per device: each gets the sum of its own chunk; its other chunks are undefined."""
     if _takes_nccl(buffers):
         nccl.reduce_scatter(buffers)
         return
@@ -110,7 +110,7 @@ def reduce_scatter(buffers: Sequence[Tensor]) -> None:
 
 
 def all_gather(buffers: Sequence[Tensor]) -> None:
-    """Copy each device's own chunk into the other devices' buffers, which are equal afterwards."""
+    """All-gather buffers: copy each device's own chunk into the other buffers, which are equal afterwards."""
     if _takes_nccl(buffers):
         nccl.all_gather(buffers)
         return
@@ -119,7 +119,7 @@ def all_gather(buffers: Sequence[Tensor]) -> None:
 
 
 def _takes_nccl(buffers: Sequence[Tensor]) -> bool:
-    """Whether NCCL is to move these: between two GPUs, a copy is as fast."""
+    """Whether to use NCCL: between two GPUs, a copy is as fast."""
     return len(buffers) > 2 and nccl.can_serve(buffers) and trusted_peers(b.device for b in buffers)
 
 

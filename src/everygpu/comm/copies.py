@@ -26,10 +26,10 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
     if x.is_cuda and device.type == "cuda" and x.device != device and _is_capturing():
         if x.requires_grad:
             x = with_own_node(x, device)
-            return _RecordedCopy.apply(x, device)  # type: ignore[no-untyped-call, no-any-return]
+            return _CapturableCopy.apply(x, device)  # type: ignore[no-untyped-call, no-any-return]
         return _copy_in_graph(x, device)
     x = with_own_node(x, device)
-    # Reads of host memory don't wait for the copy, so copies to the host are synchronous.
+    # Nothing orders reads of host memory after a copy, so copies to the host are synchronous.
     return x.to(device, non_blocking=device.type != "cpu", copy=fresh)
 
 
@@ -48,7 +48,7 @@ def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     found = []
     for index, device in enumerate(devices):
         # Gradients come back on the stream of the copy, and what they are added to waits for the device's own only.
-        with nullcontext() if device == x.device or x.requires_grad else _beside(x, index):
+        with nullcontext() if device == x.device or x.requires_grad else _on_side_stream(x, index):
             found.append(copy(x, device))
     return found
 
@@ -73,11 +73,11 @@ def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     return found
 
 
-class _RecordedCopy(torch.autograd.Function):
-    """A copy between GPUs whose backward can be part of a CUDA graph, too.
+class _CapturableCopy(torch.autograd.Function):
+    """A copy between GPUs whose backward can also be part of a CUDA graph.
 
-    Autograd copies gradients back on the thread of the device they come from, where the other device's current
-    stream is none of the graph's.
+    Autograd copies gradients back on the thread of the device they come from. There, the other device's current
+    stream isn't one that the graph captures.
     """
 
     @staticmethod
@@ -147,15 +147,15 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy one buffer into each of the others."""
     for index, target in enumerate(targets):
         # What reads the target waits for copies from another device alone.
-        with nullcontext() if target.device == source.device else _beside(source, index):
+        with nullcontext() if target.device == source.device else _on_side_stream(source, index):
             fill(target, source)
 
 
 @contextmanager
-def _beside(source: Tensor, index: int) -> Iterator[None]:
-    """Queue a copy on a stream beside the GPU's next work, if it is long; readers of the target wait for it.
+def _on_side_stream(source: Tensor, index: int) -> Iterator[None]:
+    """Queue a long copy on a side stream, so that it overlaps the GPU's next work; readers of the target wait for it.
 
-    In a CUDA graph a stream more costs nothing.
+    In a CUDA graph another stream costs nothing.
     """
     if not source.is_cuda or (source.nbytes < LONG_BYTES and not _is_capturing()):
         yield
@@ -168,7 +168,7 @@ def _beside(source: Tensor, index: int) -> Iterator[None]:
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Add buffers up on one device, in the order given; the first may be overwritten."""
+    """Sum buffers on one device, in the order given; the first may be overwritten."""
     total = copy(sources[0], device)
     for source in sources[1:]:
         total.add_(copy(source, device))
@@ -176,5 +176,5 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _is_capturing() -> bool:
-    """Whether what is queued now becomes part of a CUDA graph."""
+    """Whether work that is queued now is captured by a CUDA graph."""
     return bool(torch.cuda.is_current_stream_capturing())

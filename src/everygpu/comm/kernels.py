@@ -1,4 +1,4 @@
-"""Kernels that read and write other GPUs' memory: they send parameters, reduce gradients and copy small tensors.
+"""Kernels that read and write other GPUs' memory: they broadcast parameters, reduce gradients and copy small tensors.
 
 They find memory by addresses, block by block, so that nothing has to be put side by side first.
 """
@@ -14,11 +14,11 @@ KINDS = {
     torch.float16: (tl.float16, tl.float32),
     torch.float64: (tl.float64, tl.float64),
 }
-"""For each dtype the kernels' name of it, and what it is added up in."""
+"""For each dtype its name in the kernels, and the dtype of the accumulator."""
 
 
 def num_programs(num_blocks: int, device: torch.device, num_away: int) -> int:
-    """Return how many programs move blocks beside a model's work, each one block after another.
+    """Return how many programs move blocks while the model computes; each moves one block after another.
 
     Two blocks on their way for each multiprocessor keep the links busy. More programs would wait for the links in
     places where backward's kernels could compute: with as many as there are blocks, GPT-2's step takes 2% longer on
@@ -54,7 +54,7 @@ def sum_blocks(
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Add one block of all devices up, each device beginning with its own: no link has all of them at once."""
+    """Sum one block over all devices. Each device begins with its own block, so that no link serves all at once."""
     inside = tl.arange(0, BLOCK)
     length = tl.load(lengths + block)
     total = tl.zeros((BLOCK,), WIDE)
@@ -185,7 +185,7 @@ def run_add(
     found: Tensor | None = None,
     mark: float = 0.0,
 ) -> None:
-    """Add the blocks of several devices up, on the current stream of one of them; others as for ``run_send``.
+    """Sum the blocks of several devices, on the current stream of one of them; other arguments as for ``run_send``.
 
     Args:
         sources: Addresses of the blocks on each device, shape (devices, blocks).

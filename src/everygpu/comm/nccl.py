@@ -40,7 +40,7 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Add buffers up on another device; floating point and complex."""
+    """Sum buffers on another device; floating point and complex."""
     total = torch.zeros(sources[0].shape, dtype=sources[0].dtype, device=device)
     buffers = [_as_real(t) for t in (total, *sources)]
     with _one_at_a_time:
@@ -49,7 +49,7 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def reduce_scatter(buffers: Sequence[Tensor]) -> None:
-    """Add the j-th chunks of all buffers up in the j-th buffer; floating point and complex."""
+    """Sum the j-th chunks of all buffers in the j-th buffer; floating point and complex."""
     whole = [_as_real(b) for b in buffers]
     with _one_at_a_time:
         nccl.reduce_scatter(whole, _own_chunks(whole))

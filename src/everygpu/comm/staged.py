@@ -35,7 +35,7 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Add buffers up on one device, in the order given; the first may be overwritten."""
+    """Sum buffers on one device, in the order given; the first may be overwritten."""
     total, *rest = (s if s.device == device else copy(s, device) for s in sources)
     for source in rest:
         total.add_(source)
@@ -55,7 +55,7 @@ def _host_like(x: Tensor) -> Tensor:
 
 
 def _order(first: torch.device, then: torch.device) -> None:
-    """Have the current stream of one device wait for what is queued on another's, or the host wait for it."""
+    """Make one device's current stream, or the host, wait for the work queued on another's."""
     if first.type != "cuda":
         return
     if then.type == "cuda":

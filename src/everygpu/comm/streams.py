@@ -1,4 +1,4 @@
-"""Streams of our own, beside those that users compute on, and what is queued on which."""
+"""Side streams: everygpu's own, next to those that users compute on, and how work is queued on them."""
 
 import functools
 import threading
@@ -13,8 +13,8 @@ _making = threading.RLock()
 def kept_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """Return a CUDA device's stream for a purpose, the same every time.
 
-    Libraries keep memory for each stream. And torch has 32 per device, then hands out those that others use: work
-    of theirs would be captured with ours, or wait for it.
+    Libraries keep memory for each stream. And torch has a pool of 32 per device, after which streams repeat: others'
+    work on the same stream would be captured with ours, or wait for it.
     """
     with _making:  # or two threads that ask first would each get one of their own
         return _stream(device, purpose)
@@ -26,7 +26,7 @@ def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 def synchronize_streams(devices: Sequence[torch.device]) -> None:
-    """Have all devices' current streams wait for each other, as kernels read and write the others' memory."""
+    """Make all devices' current streams wait for each other, as kernels read and write the others' memory."""
     streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
     events = [stream.record_event() for stream in streams]
     for stream in streams:
@@ -42,7 +42,7 @@ def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
 
 @contextmanager
 def queueing_on(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Queue what is launched on a device and one of its streams, its current one when left out."""
+    """Queue the block's work on a device, and on one of its streams; the current one if left out."""
     if device.type != "cuda":
         yield
         return
@@ -52,7 +52,7 @@ def queueing_on(device: torch.device, stream: torch.cuda.Stream | None = None) -
 
 @contextmanager
 def queueing_on_each(devices: Sequence[torch.device], streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Queue what is launched on several devices, on a stream of each; the first one is current within."""
+    """Queue the block's work for several devices on one stream each; the first device is current."""
     with ExitStack() as stack:
         for device, stream in reversed(list(zip(devices, streams))):
             stack.enter_context(queueing_on(device, stream))

@@ -1,7 +1,7 @@
-"""Host memory to devices: through pinned memory, on streams of their own, beside the computation.
+"""Copies from host memory to devices: through pinned memory, on side streams that overlap the computation.
 
-A copy queued on the stream that computes waits for all that was queued before it. And one from pageable memory
-makes the driver wait for the stream too, so that the host can't run ahead of the device.
+A copy on the compute stream waits for all that was queued there before. And a copy from pageable memory makes the
+driver wait for the stream as well, so that the host can't run ahead of the device.
 """
 
 from collections.abc import Iterable, Sequence

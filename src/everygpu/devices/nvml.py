@@ -122,7 +122,7 @@ def name_processes(pids: Iterable[int], library: Any = None) -> dict[int, str]:
 
 
 def _query(library: Any, ask: Callable[[Any], Answer]) -> Answer | NvmlFailure:
-    """Open NVML, ask, and close it; NVML counts who has it open, so others' sessions go on."""
+    """Open NVML, ask, and close it; NVML counts its users, so other sessions stay open."""
     nvml = library
     if nvml is None:
         try:
@@ -174,7 +174,7 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
 
 
 def _ask(nvml: Any, query: str, *args: Any) -> Any:
-    """Answer an optional query; None where this GPU or driver has no answer. A lost GPU's answer goes on."""
+    """Answer an optional query; None where this GPU or driver has no answer. The error of a lost GPU is raised."""
     try:
         return _read(nvml, query, *args)
     except nvml.NVMLError as error:

@@ -184,7 +184,7 @@ def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:
 
 
 def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:
-    """Remember what was found out, beside other machines' GPUs; a folder that can't be written is no harm."""
+    """Cache the results next to those of other machines' GPUs; a folder that can't be written is no harm."""
     machine = _machine()
     sure = {
         f"{uuids[i]} {uuids[j]}": {"machine": machine, "verdict": report.verdict, "detail": report.detail}

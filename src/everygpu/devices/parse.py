@@ -75,7 +75,7 @@ def may_share_gpus() -> bool:
 
 
 def _read(device: object) -> tuple[str, int | None]:
-    """Take a device id apart."""
+    """Parse a device id."""
     if isinstance(device, torch.device):
         return device.type, device.index
     if isinstance(device, SupportsIndex) and not isinstance(device, bool):

@@ -22,7 +22,7 @@ Transfer = Callable[[Tensor, Tensor], None]
 """Copies the second tensor, on one device, into the first, on another."""
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)
-_NUM_BYTES = (4_104, 2_097_152)  # a few pages and a bit, and what a bucket is made of
+_NUM_BYTES = (4_104, 2_097_152)  # a few pages and a bit, and the size of a bucket
 _UNWRITTEN = 0xA5
 _MEASURED_BYTES = 256 * 2**20
 _NUM_MEASURED = 5
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
 
 
 def _try_pattern(device: torch.device) -> Tensor | None:
-    """Make the pattern on a device, through host memory; None where there is no room for a context."""
+    """Make the pattern on a device, through host memory; None if there is no memory for a context."""
     try:
         pattern = make_pattern()
         there = pattern.to(device)
@@ -108,7 +108,7 @@ def _wait_for(*devices: torch.device) -> None:
 
 
 def _measure(source: torch.device, target: torch.device) -> float | None:
-    """Time large copies: 10**9 bytes a second; None where there is no room, or no GPU."""
+    """Time large copies, in 10**9 bytes per second; None without memory or GPU."""
     if source.type != "cuda":
         return None
     try:

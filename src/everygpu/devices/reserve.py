@@ -53,7 +53,7 @@ class Reservation:
 
 
 def reserve(select: Callable[[Mapping[str, Holder]], list[DeviceSample]]) -> Reservation:
-    """Have ``select`` choose, told of what others hold by UUID, while no other run does, and lock what it chose."""
+    """Call ``select`` with the UUIDs that other runs hold, while no other run selects, and lock its choice."""
     with _turn() as folder:
         if folder is None:
             return Reservation(select({}), ())
@@ -120,7 +120,7 @@ def _hold(folder: Path, uuid: str) -> BaseFileLock | None:
     lock = FileLock(path, timeout=0, mode=0o600)
     try:
         lock.acquire()
-        # Beside it: to try the lock empties its file.
+        # A separate file: trying a lock truncates the lock's own file.
         write_whole(path.with_suffix(".json"), json.dumps({"pid": os.getpid(), "command": name_command()}))
     except Timeout:  # a process inside a run reserves what the run holds already
         return None

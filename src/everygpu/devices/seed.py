@@ -18,7 +18,7 @@ def seed_all(seed: int) -> None:
     """Seed Python, NumPy and torch on every device, so that the whole run can be repeated.
 
     Replicas still draw different numbers, from the first forward on. Under several ranks pass all of them the same
-    seed: parameters made before the first forward are alike, and so is the data's order::
+    seed: parameters made before the first forward are equal on all ranks, and so is the data's order::
 
         everygpu.seed_all(0)
 
@@ -37,7 +37,7 @@ def seed_all(seed: int) -> None:
 
 
 def spread_seeds(devices: Sequence[torch.device]) -> None:
-    """Give each replica's generator a seed of its own, where it has that of the run; called at every forward."""
+    """Give each replica's generator its own seed if it still has the run's; called at every forward."""
     # torch.manual_seed gives all devices of all ranks the same seed: they would draw the same dropout masks. CPU
     # replicas of one process share one generator, which keeps the run's seed on rank 0 alone.
     membership = find_membership()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 NOISE = 0.05
-"""Devices whose figures differ by less than this part are taken as equal; by what a figure itself varied, too."""
+"""Devices whose figures differ by less than this fraction, or by less than a figure itself varied, count as equal."""
 _NUM_ROUNDS = 5
 _ROUND_S = 0.01
 
@@ -25,7 +25,7 @@ class DeviceSpeed:
 
     rate: float
     """Runs per second, averaged over products of matrices in several types and copies within its memory: geometrically,
-    so that no task weighs more for being quick."""
+    so that a quick task has no larger weight."""
     spread: float
     """Part by which the rates varied from round to round; 0 for not at all."""
     available_bytes: int | None
@@ -33,13 +33,13 @@ class DeviceSpeed:
 
 
 def measure_shares(devices: Sequence[torch.device]) -> list[float] | None:
-    """Measure each device's share of the rows by its speed, or memory where that is scarcer; None if all are alike."""
+    """Measure each device's share of the rows by its speed, or memory where that is scarcer; None if all are equal."""
     known = {device: measure_speed(device) for device in dict.fromkeys(devices)}
     return share_out([known[device] for device in devices])
 
 
 def share_out(speeds: Sequence[DeviceSpeed]) -> list[float] | None:
-    """Turn measurements into weights that add up to 1."""
+    """Turn measurements into weights with a sum of 1."""
     by_speed = _relative([s.rate for s in speeds], max(NOISE, *(s.spread for s in speeds)))
     memory = [s.available_bytes for s in speeds if s.available_bytes is not None]
     by_memory = _relative(memory, NOISE) if len(memory) == len(speeds) else [1.0] * len(speeds)

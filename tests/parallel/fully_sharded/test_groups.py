@@ -1,4 +1,4 @@
-"""Which modules are shared out together."""
+"""Which modules are sharded together."""
 
 import pytest
 import torch
