@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import everygpu
 from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointMismatchError, RankError
 from everygpu.parallel.fully_sharded.shards import full_tensor, is_shard
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.parallel.fully_sharded.training import Net, batch, whole_state
 from tests.ranks.harness import run_ranks, running
 
@@ -56,7 +56,7 @@ def everything(model, optimizer):
 
 def save_then_load_all(folder, places, size):
     """Save at each level that has so many ranks; load what all have saved, to each level."""
-    rank = join().rank if size > 1 else 0
+    rank = init_group().rank if size > 1 else 0
     own = [place for place in places if place[1] == size]
     for level, _ in own:
         model, optimizer = make(level, seed=size)
@@ -102,7 +102,7 @@ def test_any_number_of_ranks_loads_what_any_has_saved(places, tmp_path):
 
 def resume(folder, num_steps, asynchronous):
     """Go on for so many steps, and be killed then."""
-    model, optimizer = make("parameters" if join().size == 4 else "gradients", seed=join().size)
+    model, optimizer = make("parameters" if init_group().size == 4 else "gradients", seed=init_group().size)
     objects = {"model": model, "optimizer": optimizer}
     found = []
     with everygpu.CheckpointManager(folder, keep=2, asynchronous=asynchronous, **objects) as checkpoints:
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_fewer_ranks(asynchronous, tmp_path):
 
 def faults(folder):
     """What goes wrong on one rank, all raise."""
-    rank = join().rank
+    rank = init_group().rank
     model, optimizer = make("parameters")
     (folder / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
@@ -160,7 +160,7 @@ def faults(folder):
     if rank == 0:
         with pytest.raises(RankError, match="Call save on all ranks"):
             everygpu.save(folder / "alone", model=model)
-    join().gather(None)
+    init_group().gather(None)
     return True
 
 

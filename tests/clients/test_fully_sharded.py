@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.clients import conftest  # noqa: F401 - in each rank, for torchvision
 from tests.parallel.fully_sharded.training import whole_state
 from tests.ranks.harness import run_ranks
@@ -59,7 +59,7 @@ def train(model, rows):
 
 
 def train_all(makers):
-    rank, found = join().rank, {}
+    rank, found = init_group().rank, {}
     for make in makers:
         for level, options in (("parameters", {"checkpoint_activations": "blocks"}), ("gradients", {})):
             torch.manual_seed(0)

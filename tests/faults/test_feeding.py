@@ -157,7 +157,7 @@ def test_a_worker_that_dies_as_an_epoch_begins():
 
 
 def test_leaving_the_loop_with_a_stopped_worker(monkeypatch):
-    monkeypatch.setattr("everygpu.feed.one_pass.GRACE_S", 0.3)
+    monkeypatch.setattr("everygpu.feed.feeder_iterator.GRACE_S", 0.3)
     loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=1)
     feed = iter(Feeder(loader, "cpu"))
     next(feed)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import DivergedError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 
@@ -29,7 +29,7 @@ class OwnSGD(torch.optim.SGD):
 
 
 def train_rank() -> list[str]:
-    group = join()
+    group = init_group()
     x, y = torch.randn(2, 3, generator=torch.Generator().manual_seed(group.rank)), torch.tensor([0, 1])
     texts = []
 
@@ -65,7 +65,7 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
 
 
 def train_pair() -> tuple[str, str]:
-    group = join()
+    group = init_group()
     device = torch.device("cuda", group.local_rank % torch.cuda.device_count())
     net = RankNet().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

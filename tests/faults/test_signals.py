@@ -20,7 +20,7 @@ import torch
 
 import everygpu
 from everygpu import CheckpointManager
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.faults.inject import fork
 from tests.faults.test_resume import Training, read
 from tests.ranks.harness import run_ranks, running
@@ -286,7 +286,7 @@ def save_twice_by_ranks(directory: Path) -> int:
         manager.resume()
         for step in range(1, 31):
             model(torch.ones(2, 2)).sum().backward()
-            if run == 0 and step == 3 and join().rank == 0:
+            if run == 0 and step == 3 and init_group().rank == 0:
                 send(TERM)
             try:
                 manager.save(step)

@@ -24,7 +24,7 @@ from everygpu.checkpoint.background import Background
 from everygpu.errors import OptionError
 from everygpu.exit_codes import REASON_FILE, STUCK
 from everygpu.progress import progress, running
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.cli.runs import command_of
 from tests.faults.hanging import Net, make_batch, wait_for_ever
 from tests.faults.inject import fork
@@ -214,7 +214,7 @@ def test_a_compiled_replica(tmp_path: Path) -> None:
 
 
 def wait_for_a_rank() -> None:
-    group = join()
+    group = init_group()
     group.gather(None)
     everygpu.watchdog(timeout=SOON_S)
     if group.rank == 1:

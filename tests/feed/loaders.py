@@ -1,4 +1,4 @@
-"""Small loaders, what a pass over one gives, and the threads that feeders run."""
+"""Small loaders, what an epoch over one gives, and the threads that feeders run."""
 
 import threading
 
@@ -28,7 +28,7 @@ def numbered(num, **options):
 
 
 def values(feed):
-    """What a pass over ``numbered`` gives, as lists."""
+    """What an epoch over ``numbered`` gives, as lists."""
     return [gather(x).tolist() for (x,) in feed]
 
 

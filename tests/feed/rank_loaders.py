@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
 from everygpu.errors import CheckpointMismatchError, RankError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from everygpu.ranks.membership import find_membership
 from tests.feed.loaders import Peeking
 
@@ -177,7 +177,7 @@ def split_and_resumed(state):
     except CheckpointMismatchError as error:
         return str(error)
     read = [numbers_in(batch) for batch in itertools.islice(data, 3)]
-    state = join().broadcast_object(data.state_dict())
+    state = init_group().broadcast_object(data.state_dict())
     again = wrapped(DataLoader(Numbers(20 + place()[0]), 2), "thread", sharded=True)
     again.load_state_dict(state)
     read += [numbers_in(batch) for batch in again]
@@ -246,7 +246,7 @@ def dropout():
 
 
 def with_workers():
-    """Worker processes, which stay for the next pass."""
+    """Worker processes, which stay for the next epoch."""
     seed()
     loader = DataLoader(Numbers(11), 5, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=with_draw)
     feeder = wrapped(loader, "thread")
@@ -336,7 +336,7 @@ def resumed_runs(saved, num_batches):
 
     Args:
         saved: Their file; None to begin.
-        num_batches: To read before the position is taken; None for all, and the next pass where its order is known.
+        num_batches: To read before the position is taken; None for all, and the next epoch where its order is known.
     """
     states = {} if saved is None else pickle.loads(saved.read_bytes())
     return {case: resumed_run(*case, states.get(case), num_batches) for case in RESUMED}

@@ -83,7 +83,7 @@ def test_without_a_gpu_it_is_refused():
 
 
 def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setattr(tune, "joined", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr(tune, "current_group", lambda: SimpleNamespace(size=2))
     with pytest.raises(RankError, match="Search in a run of one process"):
         Training(9).search()
 

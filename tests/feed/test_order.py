@@ -1,4 +1,4 @@
-"""The order of a pass comes from a seed and its number: resumed, the samples come that would have come."""
+"""The order of an epoch comes from a seed and its number: resumed, the samples come that would have come."""
 
 import copy
 import itertools
@@ -365,7 +365,7 @@ class Remembering:
 
 
 class Lasting(Remembering):
-    """Gives other numbers in each pass."""
+    """Gives other numbers in each epoch."""
 
     epoch = 0
 
@@ -538,7 +538,7 @@ class TestPosition:
 
         feed = iter(feeder)
         next(feed)
-        monkeypatch.setattr("everygpu.feed.one_pass.SentBatch.unpack", interrupt)
+        monkeypatch.setattr("everygpu.feed.feeder_iterator.SentBatch.unpack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert place(feeder) == (0, 1)
@@ -628,7 +628,7 @@ def test_what_may_come_otherwise_is_told(make, is_told, caplog):
 
 
 class BegunOnce(DataLoader):
-    """Begins its iterator once, as loaders do that keep workers for all passes."""
+    """Begins its iterator once, as loaders do that keep workers for all epochs."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -173,21 +173,22 @@ def test_ranks_with_different_orders_are_an_error_on_all(ranks):
         messages = of_rank["different"][0]
         assert len(messages) == 2
         assert all(
-            re.search("ranks must draw the same order.*What one rank does alone", message) for message in messages
+            re.search("ranks must draw the same order.*iterate the loader on all ranks", message)
+            for message in messages
         )
 
 
 def test_streams_that_differ_are_named_once(ranks):
     said = [of_rank["different"][1] for of_rank in ranks]
     assert [len(messages) for messages in said] == [1, 0, 0]
-    assert "the first batch of a pass is not the same on all ranks" in said[0][0]
+    assert "the first batch of an epoch is not the same on all ranks" in said[0][0]
 
 
 def test_each_rank_goes_on_from_rank_0s_own_state_and_is_told_so(ranks):
     read, said = zip(*(of_rank["own state"] for of_rank in ranks))
     assert read == ([[3]], [[13]], [[23]])
     assert [len(messages) for messages in said] == [1, 0, 0]
-    assert "goes on from the state that rank 0's loader had" in said[0][0]
+    assert "continues from the state that rank 0's loader had" in said[0][0]
 
 
 def test_streams_that_should_match_and_end_unevenly_are_an_error_on_all(ranks):

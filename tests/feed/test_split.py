@@ -120,7 +120,9 @@ def check_one(seed):
     assert used == (order + order * 4)[: len(used)]
     if (ranks_now, size_now) != (ranks, size) and 0 < stop < len(first[0]) and len(used) % (ranks_now * size_now):
         for feeder in second:
-            with pytest.raises(CheckpointMismatchError, match=f"{ranks} ranks have used {len(used)} rows of this pass"):
+            with pytest.raises(
+                CheckpointMismatchError, match=f"{ranks} ranks have used {len(used)} rows of this epoch"
+            ):
                 feeder.load_state_dict(state)
             assert feeder.state_dict()["batch"] == 0, "nothing changes"
         return False

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from everygpu import Feeder
-from everygpu.feed import one_pass
-from everygpu.feed.one_pass import WARN_AFTER_STEPS, FeedReport
+from everygpu.feed import feeder_iterator
+from everygpu.feed.feeder_iterator import WARN_AFTER_STEPS, FeedReport
 
 
 @pytest.mark.parametrize(("waits", "num"), [([0.34] * 300, 1), ([0.1] * 300, 0), ([0.9] * (WARN_AFTER_STEPS - 1), 0)])
@@ -28,7 +28,7 @@ def clock(monkeypatch):
     """A clock that tests put forward, beside the real one."""
     clock = SimpleNamespace(ahead_s=0)
     now = SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.ahead_s, monotonic=time.monotonic)
-    monkeypatch.setattr(one_pass, "time", now)
+    monkeypatch.setattr(feeder_iterator, "time", now)
     return clock
 
 

@@ -244,7 +244,7 @@ def test_a_resumed_stream_is_told_its_epoch_or_you_are(options, stop, caplog):
     assert said == []
     assert resumed(Counting)[2] == [
         "Feeder: Counting has no set_epoch. If it counts its epochs, it begins again with the first one, where the run "
-        "goes on with epoch 2 (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict."
+        "continues with epoch 2 (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict."
     ]
 
 

@@ -8,14 +8,14 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import CallError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 
 
 def train(sizes, num_devices):
-    group = join()
+    group = init_group()
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 1)).double()
     model = everygpu.DataParallel(
@@ -69,7 +69,7 @@ def train_without_labels():
     net = everygpu.SyncBatchNorm.convert(copy.deepcopy(bare))
     step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), None, torch.optim.SGD(net.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-    x, labels = share_without_labels(join().rank)[1]
+    x, labels = share_without_labels(init_group().rank)[1]
     for _ in range(3):
         optimizer.zero_grad()
         bare(*whole).backward()
@@ -82,7 +82,7 @@ def train_without_labels():
 def loop_without_labels():
     bare, whole = Labelled(), share_without_labels(0)[0]
     net = everygpu.SyncBatchNorm.convert(copy.deepcopy(bare))
-    x, labels = share_without_labels(join().rank)[1]
+    x, labels = share_without_labels(init_group().rank)[1]
     everygpu.DataParallel(net, ["cpu"])(x, labels=labels).mean().backward()
     bare(*whole).backward()
     for p, q in zip(net.parameters(), bare.parameters()):

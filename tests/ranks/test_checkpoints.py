@@ -12,7 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import everygpu
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -40,7 +40,7 @@ def model_of(rank):
 
 
 def save_and_load(folder):
-    rank = join().rank
+    rank = init_group().rank
     with pytest.MonkeyPatch.context() as monkeypatch:
         slowly(monkeypatch, folder)
         save_alone(folder, rank)
@@ -129,7 +129,7 @@ def train(folder):
     """Be killed at step 3, if this is the first try."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else torchrun's own, as this is its fork
     torch.set_num_threads(1)
-    group = join()
+    group = init_group()
     model = model_of(0)
     manager = everygpu.CheckpointManager(folder / "run", keep=1, model=model)
     done = manager.resume()

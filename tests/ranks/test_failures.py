@@ -10,7 +10,7 @@ import time
 import pytest
 
 from everygpu.errors import RankError
-from everygpu.ranks.group import join, joined
+from everygpu.ranks.group import current_group, init_group
 from tests.ranks.harness import ROOT, run_ranks, running
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -38,7 +38,7 @@ def test_an_error_of_one_rank_is_shown_and_torchrun_starts_all_again(tmp_path):
 
 
 def pause(folder):
-    group = join()
+    group = init_group()
     (folder / f"ready{group.rank}").touch()
     group.gather(None)
     return "lives"
@@ -53,7 +53,7 @@ def test_a_rank_that_pauses_is_waited_for(tmp_path):
 
 
 def leave_early():
-    group = join()
+    group = init_group()
     if group.rank == 0:
         with pytest.raises(RankError, match="Rank 0 lost the others in a gather over ranks: one has failed or ended"):
             [group.gather(None) for _ in range(2)]
@@ -75,9 +75,9 @@ class Lines(logging.Handler):
 
 
 def compare_and_log():
-    assert joined() is None
-    group = join()
-    assert joined() is group
+    assert current_group() is None
+    group = init_group()
+    assert current_group() is group
     logger, lines = logging.getLogger("everygpu"), Lines()
     logger.addHandler(lines)
     logger.warning("a warning of %d", 1)

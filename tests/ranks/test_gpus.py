@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import DeviceError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def train_step(net, model, device, group, num_steps, **options):
 def train(backend, way, options, kind=Net):
     if backend == "gloo":
         dist.init_process_group("gloo")
-    group = join()
+    group = init_group()
     has_card = backend == "nccl" and torch.cuda.device_count() >= group.size
     device = torch.device("cuda", group.rank if has_card else 0)
     torch.cuda.set_device(device)
@@ -110,7 +110,7 @@ def test_training_equals_one_device(request, tmp_path, backend, way, options, ki
 
 
 def share_a_gpu():
-    group = join()
+    group = init_group()
     with pytest.raises(DeviceError, match="got one on ranks 0 and 1"):
         everygpu.DataParallel(nn.Linear(2, 2), [0])
     return group.uses_nccl
@@ -122,7 +122,7 @@ def test_ranks_with_one_gpu_are_refused(tmp_path, monkeypatch):
 
 
 def wait_for_nothing():
-    group = join()
+    group = init_group()
     device = torch.device("cuda", group.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     net = nn.Sequential(nn.Linear(6, 16), everygpu.SyncBatchNorm(16), nn.Linear(16, 5)).to(device)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError, RankError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -76,7 +76,7 @@ def mean_loss(output, targets):
 
 
 def train(sizes, devices, bucket_cap_mb):
-    group = join()
+    group = init_group()
     bare = make()
     model = (Noted if len(devices) > 1 else everygpu.DataParallel)(make(), devices, bucket_cap_mb=bucket_cap_mb)
     bare_opt, opt = torch.optim.SGD(bare.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,7 +122,7 @@ def test_three_ranks(tmp_path):
 
 
 def differentiate():
-    group = join()
+    group = init_group()
     bare, model = make(), everygpu.DataParallel(make(), ["cpu"])
     for net in (bare, model.module):
         net.table.sparse = False
@@ -148,7 +148,7 @@ def differentiate():
 
 
 def weigh_by_tokens():
-    group = join()
+    group = init_group()
     torch.manual_seed(0)
     bare = nn.Linear(3, 5).double()
     model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"], weight=lambda x, y: (y >= 0).sum())
@@ -167,10 +167,10 @@ def replace_layers():
     found = []
     for is_copied, by_step in itertools.product((False, True), repeat=2):
         model = everygpu.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["cpu"])
-        torch.manual_seed(join().rank)
+        torch.manual_seed(init_group().rank)
         model.module[1] = nn.Linear(4, 2)
         model = copy.deepcopy(model) if is_copied else model
-        if is_copied and join().rank == 0:  # evaluates it alone
+        if is_copied and init_group().rank == 0:  # evaluates it alone
             model.eval()(torch.ones(2, 3))
             model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,7 +180,7 @@ def replace_layers():
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
         found += [p.tolist() for p in model.parameters()]
-    assert join().gather(found) == [found] * 2
+    assert init_group().gather(found) == [found] * 2
 
 
 def differentiate_and_weigh():
@@ -213,7 +213,7 @@ class WithProduct(nn.Linear):
 
 
 def forward_more_often_than_backward(num_devices):
-    group = join()
+    group = init_group()
     torch.manual_seed(0)
     bare = WithProduct(3, 2).double()
     model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"] * num_devices)
@@ -236,7 +236,7 @@ def test_a_backward_is_weighed_by_the_rows_of_its_own_forwards(tmp_path, num_dev
 
 
 def checkpoint_whole():
-    group = join()
+    group = init_group()
     bare = make()
     model = everygpu.DataParallel(make(), ["cpu"])
     ids, targets, mine = rows_of(group, [3, 2], 0)
@@ -252,7 +252,7 @@ def test_a_model_that_is_computed_again_in_backward(tmp_path):
 
 def backward_again(path):
     """Go backward twice, where the first time an error comes before, or after, some of the gradients."""
-    group = join()
+    group = init_group()
     bare, net = nn.Sequential(make(), nn.Tanh()), nn.Sequential(make(), nn.Tanh())
     ids, targets, mine = rows_of(group, [3, 2], 0)
     errors = iter([ValueError("once")])
@@ -280,7 +280,7 @@ def test_a_backward_that_failed_is_run_again(tmp_path, path):
 
 
 def wrap_again():
-    group = join()
+    group = init_group()
     bare, net = make(), make()
     ids, targets, mine = rows_of(group, [3, 2], 0)
     model = everygpu.DataParallel(net, ["cpu"])
@@ -317,7 +317,7 @@ def test_a_model_that_is_released_or_wrapped_again(tmp_path):
 
 
 def accumulate():
-    group = join()
+    group = init_group()
     bare, model = make(), everygpu.DataParallel(make(), ["cpu"])
     sums = []
     all_reduce = group.all_reduce
@@ -337,7 +337,7 @@ def test_micro_batches_are_added_up_once(tmp_path):
 
 
 def hook():
-    join()
+    init_group()
     net = make()
     model = everygpu.DataParallel(net, ["cpu"])
     step = everygpu.TrainStep(model, mean_loss, torch.optim.SGD(net.first.parameters(), lr=0.1))
@@ -361,7 +361,7 @@ def test_hooks_on_parameters_are_refused(tmp_path):
 
 
 def start_with_other_weights():
-    group = join()
+    group = init_group()
     torch.manual_seed(group.rank)
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model = everygpu.DataParallel(net, ["cpu"])
@@ -376,7 +376,7 @@ def test_ranks_start_from_the_first_ones_model(tmp_path):
 
 
 def start_with_other_shapes():
-    group = join()
+    group = init_group()
     with pytest.raises(RankError, match=r"(?s)weight.*3.*rank 0.*4.*rank 1"):
         everygpu.DataParallel(nn.Linear(2, 3 + group.rank), ["cpu"])
     return True

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import RankError
-from everygpu.ranks.group import FirstBatch, join
+from everygpu.ranks.group import FirstBatch, init_group
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 
@@ -27,8 +27,8 @@ def environ(monkeypatch):
 
 
 def talk():
-    group = join()
-    assert group is join(), "one group for a run"
+    group = init_group()
+    assert group is init_group(), "one group for a run"
     x, y = torch.full((3,), float(group.rank)), torch.arange(2) * (group.rank + 1)
     z = torch.full((2,), complex(1, group.rank))
     group.broadcast(y)
@@ -66,10 +66,10 @@ def test_ranks_exchange_values(tmp_path, function):
 
 def test_a_process_alone_has_no_group(environ):
     assert find_membership() is None
-    assert join() is None
+    assert init_group() is None
     assert everygpu.is_main()
     environ.setenv("WORLD_SIZE", "1")
-    assert join() is None
+    assert init_group() is None
 
 
 def test_an_incomplete_environment(environ):
@@ -84,7 +84,7 @@ def test_an_incomplete_environment(environ):
 
 
 def read_late():
-    group = join()
+    group = init_group()
     if group.rank == 0:
         group.leave_note("done", "yes")
         return None
@@ -140,7 +140,7 @@ def train_on(x):
 
 
 def train_on_the_same_rows_and_on_others():
-    group = join()
+    group = init_group()
     same = train_on(torch.ones(4, 2))
     group.first_batch = FirstBatch()  # as at a run's beginning
     return same, train_on(torch.ones(4, 2) + group.rank)

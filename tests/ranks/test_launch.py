@@ -13,7 +13,7 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import DeviceError, OptionError, RankError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 
@@ -44,7 +44,7 @@ def test_a_function_of_a_cell_trains_twice_in_one_kernel():
 
 
 def fail(how):
-    group = join()
+    group = init_group()
     if group.rank == 1 and how == "raise":
         raise ZeroDivisionError("the model of rank 1")
     if group.rank == 1 and how == "exit":

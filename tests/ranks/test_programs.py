@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import everygpu
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.parallel.programs.program import on_ranks
 from tests.parallel.programs.run import differences, run_program
 from tests.ranks.harness import run_ranks
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def check(seed):
     """Return what differs, of all but gradients and what is seen of a rank's own rows."""
-    program, rank, size = on_ranks(seed), join().rank, join().size
+    program, rank, size = on_ranks(seed), init_group().rank, init_group().size
     options = {**program.options, "split": "chunk", "buffers": "first"}
     theirs = run_program(replace(program, by_step=False), lambda module: module, CPU)
     ours = run_program(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("warm_python")
 
 def mine(x, sizes):
     """This rank's rows of a batch."""
-    return x.split(sizes)[join().rank]
+    return x.split(sizes)[init_group().rank]
 
 
 def draw(*shape):
@@ -45,7 +45,7 @@ def a_backward_that_reaches_no_parameter_on_one_rank():
     model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"])
     x = draw(4, 4).requires_grad_()
     y, z = model(mine(x, [2, 2]))
-    (y.square().mean() + z.mean() if join().rank == 0 else z.mean()).backward()
+    (y.square().mean() + z.mean() if init_group().rank == 0 else z.mean()).backward()
     bare(x[:2])[0].square().mean().mul(0.5).backward()
     assert_equal(model.module, bare)
 
@@ -164,13 +164,13 @@ class CenterLoss(nn.Module):
 
 
 def a_loss_with_parameters_of_its_own():
-    torch.manual_seed(join().rank)
+    torch.manual_seed(init_group().rank)
     net, loss = nn.Linear(4, 4), CenterLoss()
     step = everygpu.TrainStep(
         everygpu.DataParallel(net, ["cpu"]), loss, torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1)
     )
     step(draw(4, 4), torch.tensor([0, 1, 2, 0]))
-    assert join().broadcast_object(loss.centers.tolist()) == loss.centers.tolist()
+    assert init_group().broadcast_object(loss.centers.tolist()) == loss.centers.tolist()
 
 
 def parameters_that_change():
@@ -218,7 +218,7 @@ def samples_of_one_rank_without_no_grad():
     model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"])
     x = draw(4, 4)
     for _ in range(3):
-        if join().rank == 0:
+        if init_group().rank == 0:
             model.eval()
             model(x[:1])
             model.train()
@@ -280,7 +280,7 @@ CHECKS = (
 
 
 def check_all():
-    join()
+    init_group()
     torch.set_default_dtype(torch.float64)
     for check in CHECKS:
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -205,7 +205,7 @@ def expect(program, backward, models, rank_of):
 
 def check(seed, num_devices):
     """Return what differs from one device, and from rank 0."""
-    group = join()
+    group = init_group()
     program = Program(seed, group.size, num_devices)
     bare = make_models(program, seed)
     own = make_models(program, seed + group.rank)  # wrapped, they start with rank 0's values

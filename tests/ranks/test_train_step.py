@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError, OptimizerError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from everygpu.step.sharded_update import FIRST_ASKED
 from tests.ranks.harness import run_ranks
 
@@ -89,7 +89,7 @@ class OwnScatter(everygpu.DataParallel):
 
 
 def train(num_devices, options, optimizer=torch.optim.AdamW, wrapper=everygpu.DataParallel):
-    group = join()
+    group = init_group()
     net = make()
     net.is_first_rank = group.rank == 0
     devices = ["cpu"] * (num_devices if isinstance(num_devices, int) else num_devices[group.rank])
@@ -148,7 +148,7 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
 
 def unequal():
     net = nn.Linear(2, 1)
-    model = everygpu.DataParallel(net, ["cpu"] * (2 - join().rank))
+    model = everygpu.DataParallel(net, ["cpu"] * (2 - init_group().rank))
     spread = everygpu.ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model.device_ids)
     with pytest.raises(OptimizerError) as raised:
         everygpu.TrainStep(model, F.mse_loss, spread)
@@ -160,7 +160,7 @@ def small_loss(output, y):
 
 
 def overflow():
-    group = join()
+    group = init_group()
     net = nn.Linear(2, 1)
     step = everygpu.TrainStep(
         everygpu.DataParallel(net, ["cpu"]), small_loss, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16"
@@ -173,7 +173,7 @@ def overflow():
 
 
 def nonfinite():
-    group = join()
+    group = init_group()
     net = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), F.mse_loss, optimizer)
@@ -198,13 +198,13 @@ def sparse():
         everygpu.DataParallel(net, ["cpu"]), signs, torch.optim.SparseAdam(net.parameters(), lr=0.5)
     )
     for _ in range(2):
-        step(torch.tensor([1, 1] if join().rank else [1, 2]))
+        step(torch.tensor([1, 1] if init_group().rank else [1, 2]))
     return [round(x, 3) for x in net.weight.flatten().tolist()]
 
 
 def beside_backward(is_spread):
     """Tell of each bucket whether its sum began before the first layer's gradient was there."""
-    group, began = join(), []
+    group, began = init_group(), []
     net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     model = everygpu.DataParallel(net, ["cpu"], bucket_cap_mb=1e-6)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -227,7 +227,7 @@ def beside_backward(is_spread):
 
 def without_graphs(refusing):
     """Train where these ranks find that they can't capture steps; tell whether gradients are the parameters' own."""
-    group = join()
+    group = init_group()
     net = make()
     bare = copy.deepcopy(net)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,10 +23,10 @@ MADE = {"PKG-INFO"}
 
 RANKS = """
 import torch, everygpu
-from everygpu.ranks.group import joined
+from everygpu.ranks.group import current_group
 model = everygpu.DataParallel(torch.nn.Linear(2, 1, bias=False), ["cpu"])
 model(torch.tensor([[0.0, 2.0], [2.0, 0.0]]) if everygpu.is_main() else torch.ones(2, 2)).mean().backward()
-found = joined().gather(model.module.weight.grad[0].tolist())
+found = current_group().gather(model.module.weight.grad[0].tolist())
 if everygpu.is_main():
     print(found)
 """

@@ -39,7 +39,7 @@ from everygpu.checkpoint.stop import stop
 from everygpu.checkpoint.values import cut
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.exit_codes import STOPPED
-from everygpu.ranks.group import joined
+from everygpu.ranks.group import current_group
 from everygpu.ranks.membership import is_main
 
 logger = logging.getLogger("everygpu")
@@ -160,7 +160,7 @@ class CheckpointManager:
             OptionError: the step is no whole number from 0 on, a metric no number, or ``best`` has another name.
             SystemExit: with 143, once it is written, where a signal has asked for that.
         """
-        if joined() is None:  # else errors are raised at steps at which all ranks do
+        if current_group() is None:  # else errors are raised at steps at which all ranks do
             self._background.check()
         step = _require_step(step, "save")
         if not self._objects:
@@ -284,7 +284,7 @@ class CheckpointManager:
 
     def _settle(self) -> None:
         """Raise what went wrong in the background; under ranks wait for it too, so that all find the same."""
-        if joined() is None:
+        if current_group() is None:
             self._background.check()
         else:
             self.wait()

@@ -25,7 +25,7 @@ from everygpu.checkpoint.states import LOAD_OPTIONS, check_parts, encode_parts, 
 from everygpu.checkpoint.values import encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
 from everygpu.parallel.fully_sharded.shards import full_tensor, is_shard
-from everygpu.ranks.group import join, joined
+from everygpu.ranks.group import current_group, init_group
 from everygpu.ranks.membership import is_main
 
 MEET_S = 600.0
@@ -107,7 +107,7 @@ def save(
 
 def is_spread(parts: Mapping[str, object]) -> bool:
     """Whether a model or an optimizer among the parts is sharded over ranks."""
-    return any(map(has_shards, parts.values())) and join() is not None
+    return any(map(has_shards, parts.values())) and init_group() is not None
 
 
 def collect_state(parts: Mapping[str, object], gathered_as: str | None = None) -> StateSnapshot:
@@ -131,7 +131,7 @@ def collect_state(parts: Mapping[str, object], gathered_as: str | None = None) -
 
 def gather_to_writer(document: Mapping[str, Any], tensors: Files, key: str) -> StateSnapshot:
     """Gather full tensors one at a time, each to the rank that writes it; all ranks call it."""
-    group = join()
+    group = init_group()
     if group is None:
         raise RankError("save: the process group has ended, and tensors are sharded over its ranks. Save before.")
     group.leave_note(f"{key}: rank {group.rank}", "")
@@ -229,7 +229,7 @@ def write_once(key: str, work: Callable[[], object]) -> None:
 
 def wait_for_main(key: str) -> None:
     """Wait until rank 0 has done the work, and raise what it has raised."""
-    group = joined()
+    group = current_group()
     if group is None:
         return
     group.read_note(f"begin to {key}", MEET_S)
@@ -243,6 +243,6 @@ def wait_for_main(key: str) -> None:
 
 
 def _leave(key: str, outcome: object) -> None:
-    group = joined()
+    group = current_group()
     if group is not None:
         group.leave_note(key, json.dumps(outcome))

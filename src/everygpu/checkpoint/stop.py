@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet, finalize
 
-from everygpu.ranks.group import joined
+from everygpu.ranks.group import current_group
 
 logger = logging.getLogger("everygpu")
 
@@ -64,7 +64,7 @@ class Stop:
 
     def leave(self, user: object, *, has_failed: bool) -> None:
         """Stop handling signals for a manager; one that came after its last save now acts as it would without us."""
-        if self.is_ending and joined() is not None:
+        if self.is_ending and current_group() is not None:
             return
         self._users.discard(user)
         if not self._users and (has_failed or self.is_ending):
@@ -73,7 +73,7 @@ class Stop:
 
     def find_last(self, key: str, num_calls: int) -> int | None:
         """Return which call of save is the last one, asked at each; under ranks it is the one after rank 0's."""
-        group = joined()
+        group = current_group()
         if group is None:
             return None if self.heard is None else num_calls
         # A rank that has heard a signal leaves a note for rank 0, which leaves one for all. Between two calls all ranks

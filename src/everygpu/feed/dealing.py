@@ -1,7 +1,7 @@
 """Rows of a loader's batches for each rank: the loader's batch is the batch of the whole run.
 
-Rows are dealt in the order of the ranks, whose shares differ by one row at most. Where the dataset has indices, each
-rank reads its own rows only: the batches' lists of indices are cut, so workers, collate_fn and pinning stay the same.
+Rows are distributed in rank order, and shares differ by one row at most. If the dataset has indices, each rank reads
+its own rows only: the batches' lists of indices are cut, so workers, collate_fn and pinning stay the same.
 """
 
 import functools
@@ -26,7 +26,7 @@ from everygpu.ranks.lockstep import Lockstep
 logger = logging.getLogger("everygpu")
 
 Kind: TypeAlias = Literal["indexed", "whole", "sharded"]
-"""A rank reads its own rows; it reads all and keeps its own; or its loader has only its own."""
+"""A rank reads only its own rows; it reads all rows and keeps its own; or its loader has only its own."""
 
 
 def kind_of(loader: Any, sharded: bool) -> Kind:
@@ -45,7 +45,7 @@ def is_data_loader(loader: Any) -> bool:
 
 
 def length_of(data: Any) -> int | None:
-    """Return what ``len`` says; None where there is none, as of an IterableDataset."""
+    """Return the length; None if there is no ``len``, as for an IterableDataset."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -60,25 +60,25 @@ def samplers_of(loader: Any) -> list[Any]:
 
 @functools.cache
 def say_once(kind: Kind) -> None:
-    """Log what the way of dealing means that was not asked for."""
+    """Log a way of distributing rows that the user didn't ask for."""
     if kind == "sharded":
         logger.warning("Feeder: with a DistributedSampler each rank's batches are its own, as by sharded=True.")
     elif kind == "whole":
         logger.warning(
             "Feeder: every rank reads all of this loader and keeps its own rows of each batch, since it has no indices "
-            "to deal. With a dataset that gives each rank its own part, sharded=True avoids that."
+            "to distribute. With a dataset that gives each rank its own part, sharded=True avoids that."
         )
 
 
 class Dealing:
-    """How one pass's batches are dealt to this rank."""
+    """How one epoch's batches are distributed to this rank."""
 
     def __init__(self, group: Group, kind: Kind) -> None:
         self.group, self.kind = group, kind
         self.lockstep = None if kind == "indexed" else Lockstep(group, must_match=kind == "whole")
         """None where all ranks know the number of batches from the sampler."""
         self.are_empty: deque[bool] = deque()
-        """Of the batches that were cut and not taken, whether this rank has no rows."""
+        """For each batch that was cut but not taken yet, whether this rank has no rows in it."""
 
     def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
@@ -89,7 +89,7 @@ class Dealing:
             yield own or indices[:1]
 
     def take(self, batch: Any, dim: int = 0) -> Any:
-        """Return this rank's rows of what the loader has given; called for each batch, in order."""
+        """Return this rank's rows of the loader's batch; called for each batch, in order."""
         if self.kind == "indexed":
             return slice_rows(batch, slice(0, 0), dim) if self.are_empty.popleft() else batch
         own = batch
@@ -109,7 +109,7 @@ class Dealing:
         if len(set(self.group.gather(digest))) > 1:
             raise RankError(
                 "Feeder: ranks must draw the same order, got other first batches or numbers of batches. Seed samplers "
-                "alike, or pass sharded=True for data of each rank's own. What one rank does alone iterates the loader."
+                "equally, pass sharded=True if each rank has its own data, and iterate the loader on all ranks."
             )
 
     def _share(self, num_rows: int) -> slice:
@@ -118,7 +118,7 @@ class Dealing:
 
 
 def slice_rows(batch: Any, rows: slice, dim: int) -> Any:
-    """Slice every tensor and array of a batch along a dimension, and ``Rows`` and the like; the rest stays as it is."""
+    """Slice every tensor and array of a batch along a dimension, and ``Rows`` and the like; the rest is unchanged."""
 
     def cut(leaf: Any) -> Any:
         kind = batch_type(leaf)

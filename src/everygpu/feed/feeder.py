@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import DeviceError, OptionError
-from everygpu.feed.one_pass import Feed, FeedReport
-from everygpu.feed.order import Order
+from everygpu.feed.feeder_iterator import FeederIterator, FeedReport
+from everygpu.feed.order import ResumableOrder
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.split import ScatterSpec, default_split, settle_split
@@ -37,9 +37,9 @@ class Feeder:
             for x, y in feeder:
                 loss = criterion(model(x), y)
 
-    Saved and loaded with a checkpoint, it goes on after the last batch that the loop was given, in the same order:
-    that of a pass comes from ``seed`` and the pass's number. Workers, replicas and ranks may be others then. Leaving
-    the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
+    Saved and loaded with a checkpoint, it continues after the last batch that the loop was given, in the same order:
+    that of an epoch comes from ``seed`` and the epoch's number. The numbers of workers, replicas and ranks may change.
+    Leaving the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
 
     Args:
         loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers. ``Replicated``
@@ -47,7 +47,7 @@ class Feeder:
         model_or_devices: A model or ``TrainStep``, whose devices are taken, and of a ``DataParallel`` ``dim`` and
             ``split``; or devices as ``DataParallel`` takes them, None for all.
         prefetch: How many batches to have on the devices ahead of the one in use; 0 for none, without a thread.
-        seed: Of the orders of all passes, 0 to 2**63 - 1; by default drawn from the loader's generator, else torch's. A
+        seed: Determines all orders, 0 to 2**63 - 1; by default drawn from the loader's generator, else torch's. A
             position that is loaded has its own.
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes. Without
             worker processes, the first batch of what has no indices is waited for.
@@ -83,11 +83,11 @@ class Feeder:
         if seed is not None and not (type(seed) is int and 0 <= seed < 2**63):
             raise OptionError(f"Feeder: {seed!r} is no seed. Pass a whole number from 0 to 2**63 - 1, such as 0.")
         self.loader = loader
-        self._order = Order(loader, seed, sharded=sharded)
+        self._order = ResumableOrder(loader, seed, sharded=sharded)
         self._route = find_route(model_or_devices)
         self._prefetch, self._timeout = prefetch, timeout
         self._report = FeedReport()
-        self._feed: weakref.ref[Feed] | None = None
+        self._feed: weakref.ref[FeederIterator] | None = None
 
     dataset, batch_size, num_workers, sampler, batch_sampler, drop_last, collate_fn = map(
         _of_loader, ("dataset", "batch_size", "num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn")
@@ -97,21 +97,21 @@ class Feeder:
         devices = ", ".join(map(str, self._route.devices))
         return f"Feeder({type(self.loader).__qualname__} to {devices}, epoch {self.epoch})"
 
-    def __iter__(self) -> Feed:
-        """Begin a pass, on all ranks; after ``load_state_dict`` where that one stood. One that was left is complete.
+    def __iter__(self) -> FeederIterator:
+        """Begin an epoch, on all ranks; after ``load_state_dict`` at its position. An epoch left early is complete.
 
         Raises:
-            CheckpointMismatchError: the order drawn again is not that of the pass that was saved.
+            CheckpointMismatchError: the order drawn again is not that of the epoch that was saved.
             RankError: ranks have drawn different orders.
         """
-        if getattr(self._order.iterated, "persistent_workers", False):  # which serve one pass at a time
-            self._end_pass()
-        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._report)
+        if getattr(self._order.iterated, "persistent_workers", False):  # which serve one epoch at a time
+            self._end_epoch()
+        feed = FeederIterator(self._order, self._route, self._prefetch, self._timeout, self._report)
         self._feed = weakref.ref(feed)
         return feed
 
     def __len__(self) -> int:
-        """Batches in a whole pass, if the loader knows."""
+        """Batches in a whole epoch, if the loader knows."""
         return len(self.loader)  # type: ignore[arg-type]
 
     @property
@@ -129,13 +129,13 @@ class Feeder:
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next pass begin where ``state_dict`` was taken.
+        """Make the next epoch begin at the position of ``state_dict``.
 
         A DataLoader with indices skips what was used without loading it, a loader, sampler or dataset with a
         ``state_dict`` of its own is put there, and everything else is read again.
 
         Raises:
-            CheckpointMismatchError: ``state`` is no position, or in the middle of a pass over other data, in another
+            CheckpointMismatchError: ``state`` is no position, or in the middle of an epoch over other data, in another
                 order or in other parts for ranks; nothing has changed then.
         """
         self._order.load_state_dict(state)
@@ -145,9 +145,9 @@ class Feeder:
         return replace(self._report)
 
     def close(self) -> None:
-        """End the pass that is on, its thread and its workers, persistent ones too."""
-        self._end_pass()
-        if self._order.iterated is not self.loader:  # a copy of a DataLoader, whose workers wait for the next pass
+        """End the epoch that is on, its thread and its workers, also persistent ones."""
+        self._end_epoch()
+        if self._order.iterated is not self.loader:  # a copy of a DataLoader, whose workers wait for the next epoch
             self._order.iterated._iterator = None
 
     def __enter__(self) -> "Feeder":
@@ -156,7 +156,7 @@ class Feeder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _end_pass(self) -> None:
+    def _end_epoch(self) -> None:
         feed = None if self._feed is None else self._feed()
         if feed is not None:
             feed.close()

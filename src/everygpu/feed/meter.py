@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import OptionError
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 
 
 class Meter:
@@ -52,7 +52,9 @@ class Meter:
         rows = index(num_rows)
         if isinstance(value, Tensor):
             if value.ndim > 1 or value.numel() == 0 or value.is_complex():
-                got = f"the value has dtype {value.dtype} and shape {tuple(value.shape)}, and is to be real with ()"
+                got = (
+                    f"the value has dtype {value.dtype} and shape {tuple(value.shape)}, and must be real with shape ()"
+                )
                 raise OptionError(f"Meter: {got} or (replicas,). Average it over the rows first.")
             if rows:
                 self._add(value, rows)
@@ -72,7 +74,7 @@ class Meter:
         Raises:
             RankError: the environment is incomplete.
         """
-        group, total = join(), Meter()
+        group, total = init_group(), Meter()
         total._number, total._num_rows = self._total(), self._num_rows
         if group is not None:
             numbers, counts = zip(*group.gather((total._number, self._num_rows)))

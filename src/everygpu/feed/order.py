@@ -1,8 +1,8 @@
-"""The order of a loader's batches, and where a run stands in it.
+"""The order of a loader's batches, and a run's position in it.
 
-The order of a pass comes from a seed and the pass's number: the generators that it may be drawn from are seeded while
-it is drawn. So it can begin again with other workers, replicas and ranks, and what was used is skipped. Batches are
-counted where the training loop is given them, as workers and a Feeder's thread fetch ahead.
+The order of an epoch comes from a seed and the epoch's number: the generators that it may be drawn from are seeded
+while it is drawn. So an epoch can be resumed with other numbers of workers, replicas and ranks, by skipping the batches
+that were used. A batch counts as used when the training loop gets it, as workers and a Feeder's thread fetch ahead.
 """
 
 import copy
@@ -27,7 +27,7 @@ from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
 from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, length_of, samplers_of, say_once
-from everygpu.ranks.group import Group, batch_digest, join
+from everygpu.ranks.group import Group, batch_digest, init_group
 from everygpu.ranks.membership import find_membership
 from everygpu.torch_private.core import LoaderIterator, numpy_seed_of_worker
 
@@ -35,17 +35,17 @@ logger = logging.getLogger("everygpu")
 
 
 @dataclass(slots=True, kw_only=True)
-class Pass:
-    """How far the training loop is in one pass; an older one that goes on doesn't move a later one's position."""
+class EpochPosition:
+    """How far the training loop is in one epoch; an older one that continues doesn't move a later one's position."""
 
     epoch: int = 0
     batch: int = 0
     last: Any = None
-    """Indices of the batch that was used last, or their digest where the pass was resumed."""
+    """Indices of the batch that was used last, or their digest where the epoch was resumed."""
     own: Any = None
     """The loader's own state, or its sampler's or dataset's, after the last batch that was used."""
     is_last: bool = False
-    """Whether that is the state after the whole pass."""
+    """Whether that is the state after the whole epoch."""
     drawn: deque[tuple[Any, Any, bool]] = field(default_factory=deque)
     """Indices, own state and whether it is the last one, of the batches that are drawn and not used yet."""
 
@@ -56,12 +56,12 @@ class Pass:
             self.last, self.own, self.is_last = self.drawn.popleft()
 
     def finish(self) -> None:
-        """Count the pass as complete."""
+        """Count the epoch as complete."""
         self.epoch, self.batch, self.last, self.is_last = self.epoch + 1, 0, None, False
 
 
-class Order:
-    """Begins the passes over one loader, and knows the position; ``is_alone``: of this rank, without the others."""
+class ResumableOrder:
+    """Begins the epochs over one loader, and knows the position; ``is_alone``: of this rank, without the others."""
 
     def __init__(self, loader: Any, seed: int | None, *, sharded: bool, is_alone: bool = False) -> None:
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
@@ -75,10 +75,10 @@ class Order:
         self.seed = _draw_seed(next(own_generators, None)) if seed is None else seed
         self.kind: Kind = kind_of(loader, sharded)
         self._advises, self._loader, self._is_alone = not sharded, loader, is_alone
-        self.position, self._is_resumed = Pass(), False
+        self.position, self._is_resumed = EpochPosition(), False
         named = {id(x): x for x in (loader, *samplers, dataset) if callable(getattr(x, "set_epoch", None))}
         self._with_epochs = list(named.values())
-        """What is told the epoch, as by Accelerate and Lightning."""
+        """Objects whose ``set_epoch`` is called, as Accelerate and Lightning do."""
         self._split = next((s for s in samplers if isinstance(s, DistributedSampler)), None)
         self._parts: list[dict[str, Any]] | None = None
         """What each rank's loader is, where it gives that rank's own rows."""
@@ -105,13 +105,13 @@ class Order:
                     text = "Feeder: workers that persist have copies of the dataset, which don't hear of set_epoch."
                     logger.warning("%s Leave persistent_workers out.", text)
 
-    def begin(self) -> tuple[Iterator[Any], Pass, Dealing | None]:
-        """Begin a pass: its batches, where to count those that are used, and what takes this rank's rows of each."""
+    def begin(self) -> tuple[Iterator[Any], EpochPosition, Dealing | None]:
+        """Begin an epoch: its batches, where to count those that are used, and what takes this rank's rows of each."""
         old, is_resumed = self.position, self._is_resumed
-        now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
+        now = EpochPosition(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
             now = replace(old, drawn=deque())
-        group, dealing, rank = None if self._is_alone else join(), None, 0
+        group, dealing, rank = None if self._is_alone else init_group(), None, 0
         if group is not None:
             dealing = Dealing(group, self.kind)
             found = group.gather((self.seed, self._describe() if self.kind == "sharded" else {}))
@@ -141,10 +141,10 @@ class Order:
         self.position, self._is_resumed = now, False
         return batches, now, dealing
 
-    def _warn_of_what_may_differ(self, now: Pass, group: Group | None) -> None:
+    def _warn_of_what_may_differ(self, now: EpochPosition, group: Group | None) -> None:
         if now.own is not None and self.kind == "sharded" and group is not None and group.size > 1:
             logger.warning(
-                "Feeder: every rank's loader goes on from the state that rank 0's loader had. That is right if the "
+                "Feeder: every rank's loader continues from the state that rank 0's loader had. That is right if the "
                 "state only counts. If it names a rank's own files, save and load it on each rank yourself."
             )
         in_process = self._sampler is None and not getattr(self._loader, "num_workers", 0)
@@ -162,7 +162,7 @@ class Order:
         if counting and now.epoch and now.own is None and not self._with_epochs:
             logger.warning(
                 "Feeder: %s has no set_epoch. If it counts its epochs, it begins again with the first one, where the "
-                "run goes on with epoch %d (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict.",
+                "run continues with epoch %d (from 0). Give it set_epoch(epoch), or state_dict and load_state_dict.",
                 *(counting[0], now.epoch),
             )
 
@@ -174,7 +174,7 @@ class Order:
         return {**position, "own": now.own, "is_last": now.is_last, "data": data}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go to a position, where the next pass begins; one of other data is refused in the middle of a pass."""
+        """Go to a position, where the next epoch begins; one of other data is refused in the middle of an epoch."""
         try:
             is_position = min(index(state[name]) for name in ("epoch", "batch", "seed")) >= 0
             is_position &= isinstance(state["data"], dict) and {"own", "is_last", "last_batch"} <= state.keys()
@@ -190,11 +190,11 @@ class Order:
             )
         about = {name: state[name] for name in ("epoch", "own", "is_last")}
         about["batch"], about["last"] = self._find_batch(state) if state["batch"] else (0, None)
-        self.position, self.seed, self._is_resumed = Pass(**about), state["seed"], True
+        self.position, self.seed, self._is_resumed = EpochPosition(**about), state["seed"], True
         self._parts = state["data"].get("of_ranks")
 
     def _find_batch(self, state: Any) -> tuple[int, Any]:
-        """Return where this loader goes on in an epoch, and the digest of the batch before; refuse other data."""
+        """Return where this loader continues in an epoch, and the digest of the batch before; refuse other data."""
         before, now, num, last = state["data"], self._describe(), state["batch"], state["last_batch"]
         was, wanted = ((data.get("num_parts") or 0, data.get("batch_size") or 0) for data in (before, now))
         sampler: Any = self._split if type(self._split) is DistributedSampler and all((*was, *wanted)) else None
@@ -206,7 +206,7 @@ class Order:
         for name, value in now.items():
             if None not in (before.get(name), value) and before[name] != value:
                 raise CheckpointMismatchError(
-                    f"Feeder: the position is in the middle of a pass, with {name}={before[name]} then, and {value} "
+                    f"Feeder: the position is in the middle of an epoch, with {name}={before[name]} then, and {value} "
                     f"now: rows would be repeated and others left out. Make the DataLoader as it was, or leave it out."
                 )
         if sampler is not None:
@@ -220,25 +220,25 @@ class Order:
                     return len(self._loader), None
                 if used % each:
                     raise CheckpointMismatchError(
-                        f"Feeder: {was[0]} ranks have used {used} rows of this pass, in batches of {was[1]}, and "
+                        f"Feeder: {was[0]} ranks have used {used} rows of this epoch, in batches of {was[1]}, and "
                         f"{wanted[0]} ranks with batches of {wanted[1]} don't come to that row. Pass batch_size="
-                        f"{max(1, math.prod(was) // wanted[0])}, or resume from the end of a pass."
+                        f"{max(1, math.prod(was) // wanted[0])}, or resume from the end of an epoch."
                     )
                 return used // each, None
         return num, last if saved_by == own else None
 
-    def _begin_indexed(self, sampler: "_OrderSampler", now: Pass) -> Iterator[Any]:
+    def _begin_indexed(self, sampler: "_OrderSampler", now: EpochPosition) -> Iterator[Any]:
         batches: Iterator[Any] = iter(self.iterated)
         if not isinstance(batches, LoaderIterator):  # an __iter__ of its own, which may begin later
             batches = _begun(batches)
         if now.batch and not sampler.is_asked:
             raise CheckpointMismatchError(
-                "Feeder: this DataLoader's own __iter__ asks its sampler for no indices, so a pass can't be resumed in "
-                "its middle. Save between two passes, or use a DataLoader without an __iter__ of its own."
+                "Feeder: this DataLoader's own __iter__ asks its sampler for no indices, so an epoch can't be resumed "
+                "in its middle. Save between two epochs, or use a DataLoader without an __iter__ of its own."
             )
         return batches
 
-    def _begin_iterable(self, now: Pass, own: Any) -> Iterator[Any]:
+    def _begin_iterable(self, now: EpochPosition, own: Any) -> Iterator[Any]:
         if self.iterated is self._loader:
             _reseed(self._generators)
         if own is not None and self._holder is not None:
@@ -255,7 +255,7 @@ class Order:
         return _begun(batches)
 
     def _describe(self) -> dict[str, Any]:
-        """Return what has to be the same for a pass to go on in its middle, where it is known."""
+        """Return what must be unchanged to resume in the middle of an epoch, as far as it is known."""
         dataset = getattr(self._loader, "dataset", None)
         reads_again = isinstance(dataset, IterableDataset) and self._holder is None
         found = None if self.kind != "sharded" or self._is_alone else find_membership()
@@ -273,14 +273,14 @@ class Order:
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream in workers that stay for the next epoch: seeded in each as new workers are, and told which it is."""
+    """A stream in persistent workers: seeded in each epoch as new workers are, after ``set_epoch``."""
 
     def __init__(self, loader: Any) -> None:
         self._dataset, self._init = loader.dataset, loader.worker_init_fn
         self._now = torch.zeros(3, dtype=torch.uint64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, number: int, epoch: int) -> None:
-        """Have the workers' next iterators be those of an epoch."""
+        """Prepare the workers' next iterators for an epoch."""
         seed = _draw_seed(torch.Generator().manual_seed(number))
         self._now.copy_(torch.tensor([number, seed, epoch], dtype=torch.uint64, device="cpu"))
 
@@ -304,17 +304,17 @@ class _Stream(IterableDataset[Any]):
 
 
 class _OrderSampler:
-    """Takes the place of a DataLoader's sampler: gives the order that was drawn for the pass."""
+    """Takes the place of a DataLoader's sampler: gives the order that was drawn for the epoch."""
 
     def __init__(self, sampler: Any, generators: Sequence[Any]) -> None:
         self._sampler, self._generators = sampler, generators
         self.holder = next((s for s in _with_inner([sampler], Sampler) if _keeps_state(s)), None)
-        """The sampler that keeps a state of its own; None where there is none."""
+        """The sampler that keeps its own state; None if no sampler does."""
         self.is_asked = False
-        """Whether the pass has asked for indices."""
+        """Whether the epoch has asked for indices."""
 
-    def draw(self, now: Pass, number: int, own: Any, cuts: Dealing | None) -> None:
-        """Draw a pass's order from its number; ``own``: a state to go on from; ``cuts`` leaves this rank's indices."""
+    def draw(self, now: EpochPosition, number: int, own: Any, cuts: Dealing | None) -> None:
+        """Draw an epoch's order from its number. ``own``: state to continue from; ``cuts`` keeps the rank's indices."""
         self.is_asked, self._num_ended = False, 0
         self._pass, self._at, self._number, self._cuts = now, replace(now), number, cuts
         self._start = copy.deepcopy(self.holder.state_dict()) if self.holder is not None and own is None else own
@@ -398,7 +398,7 @@ def _seeded(number: int, generators: Sequence[Any]) -> Iterator[None]:
 
 
 def _reseed(generators: Sequence[Any]) -> None:
-    """Give each generator a seed of its own, from that of torch's."""
+    """Seed each generator from torch's."""
     for position, generator in enumerate(generators, start=1):
         number = derive_seed(torch.default_generator.initial_seed(), position)
         if isinstance(generator, torch.Generator):
@@ -412,18 +412,18 @@ def _reseed(generators: Sequence[Any]) -> None:
 
 
 def _begun(batches: Iterator[Any]) -> Iterator[Any]:
-    """Have an iterator draw its first item now, in this thread and with these generators."""
+    """Draw an iterator's first item now, in this thread and with these generators."""
     return chain(list(islice(batches, 1)), batches)
 
 
-def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[[Any], Any]) -> Iterator[Any]:
+def _noted(batches: Iterator[Any], now: EpochPosition, holder: Any, indices_of: Callable[[Any], Any]) -> Iterator[Any]:
     """Note each batch, with the state of its holder after it."""
     if holder is None:
         for batch in batches:
             now.drawn.append((indices_of(batch), None, False))
             yield batch
         return
-    # The next batch is drawn before one is given: the last one, with the state of the next pass, is known by that.
+    # The next batch is drawn before one is given: the last one, with the state of the next epoch, is known by that.
     ahead, before = list(islice(batches, 1)), None
     while ahead:
         batch, own = ahead[0], copy.deepcopy(holder.state_dict())
@@ -461,6 +461,6 @@ def _check_drawn_again(used: Iterable[Any], digest: int | None) -> None:
         now = _digest_of(_frozen(again))
         if None not in (digest, now) and digest != now:
             raise CheckpointMismatchError(
-                "Feeder: the sampler doesn't draw the same order again in the middle of a pass, so samples would be "
-                "repeated. Have it draw all as the pass begins, or from its own generator, of the same data."
+                "Feeder: the sampler doesn't draw the same order again in the middle of an epoch, so samples would be "
+                "repeated. Have it draw all as the epoch begins, or from its own generator, of the same data."
             )

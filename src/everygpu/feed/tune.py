@@ -18,14 +18,14 @@ from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.child import count_cores
 from everygpu.errors import DeviceError, OptionError, RankError
 from everygpu.feed.feeder import Target, data_parallel_in, find_route
-from everygpu.feed.one_pass import WARN_AFTER_STEPS, Feed, FeedReport
-from everygpu.feed.order import Order
+from everygpu.feed.feeder_iterator import WARN_AFTER_STEPS, FeederIterator, FeedReport
+from everygpu.feed.order import ResumableOrder
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
-from everygpu.ranks.group import joined
+from everygpu.ranks.group import current_group
 
 STEPS_PER_TRIAL = 2
-"""The first step makes the optimizer's state, the second has it beside its activations."""
+"""The first step makes the optimizer's state, the second holds it together with its activations."""
 PRECISION = 0.05
 """The search stops when the largest size that fits and the smallest that doesn't are this close."""
 GAIN = 0.05
@@ -84,7 +84,7 @@ def find_batch_size(
     Source:
         ``torch.cuda.set_per_process_memory_fraction`` keeps the headroom free; ``torch.OutOfMemoryError`` ends a trial.
     """
-    if (group := joined()) is not None and group.size > 1:
+    if (group := current_group()) is not None and group.size > 1:
         raise RankError("find_batch_size: Several ranks can't search. Search in a run of one process, and multiply.")
     route = find_route(model)
     count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
@@ -184,7 +184,7 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
                 module.training = is_training
                 module._buffers.update(buffers)
             if optimizer is not None and state is not None:
-                getattr(optimizer, "module", optimizer).state.clear()  # room for the old one
+                getattr(optimizer, "module", optimizer).state.clear()  # frees memory for the old one
                 optimizer.load_state_dict(state)
 
 
@@ -285,10 +285,10 @@ def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
 
 def _measure(loader: DataLoader[Any], target: Target, seconds: float) -> float:
     """Return the batches a second."""
-    order = Order(loader, 0, sharded=False, is_alone=True)  # ranks measure for different numbers of batches
+    order = ResumableOrder(loader, 0, sharded=False, is_alone=True)  # ranks measure for different numbers of batches
     report = FeedReport(num_steps=WARN_AFTER_STEPS)  # there is nothing else to do than to wait
     start = time.perf_counter()
-    with Feed(order, find_route(target), 2, None, report) as feed:
+    with FeederIterator(order, find_route(target), 2, None, report) as feed:
         if next(feed, feed) is feed:
             raise OptionError("tune_workers: the loader gives no batch. Check its dataset and sampler.")
         begin = now = time.perf_counter()

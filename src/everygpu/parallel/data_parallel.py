@@ -39,7 +39,7 @@ from everygpu.parallel.scatter.denominator import LabelCheck, seeing_losses
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
-from everygpu.ranks.group import Group, join
+from everygpu.ranks.group import Group, init_group
 from everygpu.torch_private.compiler import not_compiled
 
 METHODS = ("scatter", "replicate", "parallel_apply", "gather")
@@ -147,7 +147,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
         super(TorchDataParallel, self).__init__()
         watch_as_told()
-        group = join()
+        group = init_group()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
         self.replica_devices = _replica_devices(own_devices(group) if device_ids is None else device_ids)
@@ -200,7 +200,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
-        group = join()
+        group = init_group()
         before = vars(self).get("_ranks")
         if not isinstance(before, ShardedRankModel):
             more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
@@ -222,7 +222,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device, me.weight_rule),
             run=lambda replicas, args, kwargs: me._run_replicas(args, kwargs, replicas=replicas),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
-            has_ranks=join() is not None,
+            has_ranks=init_group() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
         engine = table.make_engine("threads" if is_sharded(self) else self.engine, context)

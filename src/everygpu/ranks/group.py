@@ -1,4 +1,4 @@
-"""What the processes that train together say to each other, by ``torch.distributed``."""
+"""Communication between the processes that train together, by ``torch.distributed``."""
 
 import functools
 import logging
@@ -48,7 +48,7 @@ class FirstBatch:
         if self._is_known and len(set(found)) == 1 and found[0]:
             logger.warning(
                 "ranks: all %d ranks got the same rows in their first batch: each step does the work of %d for the "
-                "result of one. Deal the batch to the ranks by everygpu.Feeder(loader, model), "
+                "result of one. Distribute the batch by everygpu.Feeder(loader, model), "
                 "or give the loader a DistributedSampler.",
                 len(found),
                 len(found),
@@ -138,7 +138,7 @@ class Group:
         return found[0]
 
     def begin_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest values over all ranks, each at its place; return what waits for them."""
+        """Start an elementwise maximum over all ranks; return a function that waits for it."""
         largest = torch.tensor(values, dtype=torch.int64, device="cpu")
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
 
@@ -150,7 +150,7 @@ class Group:
         return wait
 
     def begin_list(self, value: float) -> Callable[[], list[float]]:
-        """Begin to tell all ranks a number; return what waits for everybody's, by rank."""
+        """Start an all-gather of one number per rank; return a function that waits for the numbers, by rank."""
         numbers = torch.zeros(self._control.size(), dtype=torch.float64, device="cpu")
         numbers[self._control.rank()] = value
         work = dist.all_reduce(numbers, group=self._control, async_op=True)
@@ -168,13 +168,13 @@ class Group:
             dist.broadcast(x, src=0, group=self._group_of(x))
 
     def all_reduce(self, x: Tensor, *, is_mean: bool = False, in_graph: bool = False) -> Callable[[], None]:
-        """Begin to add a contiguous tensor up over all ranks, or average it, beside the device's current stream.
+        """Start an all-reduce of a contiguous tensor, a sum or a mean, that overlaps the device's current stream.
 
         Args:
             x: Written in place.
             is_mean: Average it.
             in_graph: A node of autograd's graph asks for it. Such sums have a communicator of their own: where a rank
-                leaves a branch out, its gradients are sent earlier or later beside them than other ranks'.
+                leaves a branch out, its order of sums relative to other collectives differs from other ranks'.
         Returns:
             What waits for the result; on GPUs, it has the current stream wait.
         """
@@ -266,8 +266,8 @@ class OncePerRun(logging.Filter):
         return True
 
 
-def join() -> Group | None:
-    """Return the process group of this run, made from the environment if there is none; None for one process alone.
+def init_group() -> Group | None:
+    """Return the process group of this run, made from the environment if needed; None for a single process.
 
     Every rank has to call it, at the same place.
 
@@ -278,19 +278,19 @@ def join() -> Group | None:
     if membership is None:
         return None
     _make_world(membership)
-    joined, world = _Joined.of_this_process(), dist.group.WORLD
-    if joined.group is None or joined.world is not world:
+    current, world = _CurrentGroup.of_this_process(), dist.group.WORLD
+    if current.group is None or current.world is not world:
         # A user's group may be NCCL's alone.
         control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
-        joined.group, joined.world = Group(membership, control), world
-        _leave_at_exit()  # a user's group, too, has threads that hold our tensors
+        current.group, current.world = Group(membership, control), world
+        _leave_at_exit()  # a user's group also has threads that hold our tensors
         for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
             logger.removeFilter(old)
         logger.addFilter(OncePerRun(membership.rank))
-    return joined.group
+    return current.group
 
 
-def join_alone() -> Group | None:
+def init_single() -> Group | None:
     """Return the group of a process that was started as the only rank; None for one that was started without ranks.
 
     Others needn't know of it: to them, one process alone has no group.
@@ -304,13 +304,13 @@ def join_alone() -> Group | None:
     return Group(membership, world)
 
 
-def joined() -> Group | None:
-    """Return the process group of this run if ``join`` has made it; not every rank has to call this."""
-    return _Joined.of_this_process().group if dist.is_available() and dist.is_initialized() else None
+def current_group() -> Group | None:
+    """Return the process group of this run if ``init_group`` has made it; not every rank has to call this."""
+    return _CurrentGroup.of_this_process().group if dist.is_available() and dist.is_initialized() else None
 
 
 def _make_world(membership: Membership) -> None:
-    """Make torch's process group from the environment, if there is none."""
+    """Make torch's process group from the environment, if it doesn't exist."""
     if not dist.is_initialized():
         try:
             # Unlike init_method="env://", it gives each try of torchrun keys of its own, where the store is that of its
@@ -334,37 +334,37 @@ def _backend() -> str:
     return "gloo"
 
 
-class _Joined:
-    """The group that this process has joined, and torch's that it was made of."""
+class _CurrentGroup:
+    """This process's group, and the torch group that it was made from."""
 
     group: Group | None = None
     world: object = None
 
     @staticmethod
     @functools.cache
-    def of_this_process() -> "_Joined":
-        return _Joined()
+    def of_this_process() -> "_CurrentGroup":
+        return _CurrentGroup()
 
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """Have ``leave`` called once at exit, also in processes of multiprocessing, where ``atexit`` calls nothing."""
+    """Register ``leave`` to run once at exit, also in processes of multiprocessing, where ``atexit`` doesn't run."""
     Finalize(None, leave, exitpriority=0)
 
 
 def leave() -> None:
     """End the process group that ranks have joined, as NCCL asks for; after an error others may be gone."""
-    joined = _Joined.of_this_process()
-    if not dist.is_initialized() and joined.group is not None:  # the user has ended it: now its last reference goes
-        joined.group.close()
-        joined.group = joined.world = None
+    current = _CurrentGroup.of_this_process()
+    if not dist.is_initialized() and current.group is not None:  # the user has ended it: now its last reference goes
+        current.group.close()
+        current.group = current.world = None
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         # Gloo's threads take the interpreter's lock to let go of tensors: if that comes as the interpreter ends, they
         # abort the process. A rank that ends alone keeps them, as its connections are to end with it, not before:
         # else others would fail first, and be named.
-        if joined.group is not None and _all_end(joined.group):
-            joined.group.close()
-            joined.group = joined.world = None
+        if current.group is not None and _all_end(current.group):
+            current.group.close()
+            current.group = current.world = None
         dist.destroy_process_group()
 
 
@@ -389,7 +389,7 @@ _group: ContextVar[Group | None] = ContextVar("everygpu_group_of_forward", defau
 
 @contextmanager
 def forward_of(group: Group) -> Iterator[None]:
-    """Have layers within compute over all ranks' batches."""
+    """Make layers in the block compute over all ranks' batches."""
     token = _group.set(group)
     try:
         yield

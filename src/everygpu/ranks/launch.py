@@ -1,4 +1,4 @@
-"""One process a GPU from a notebook, where there is no script for torchrun to start."""
+"""One process per GPU from a notebook, where there is no script for torchrun to start."""
 
 import os
 import pickle

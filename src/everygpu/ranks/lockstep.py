@@ -1,4 +1,4 @@
-"""Ranks get as many batches each, from loaders that may end unevenly."""
+"""Equal numbers of batches on all ranks, from loaders that may end unevenly."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _NEVER = 2**62
 class Lockstep:
     """Says before each batch of an epoch whether any rank has one; all ranks ask equally often.
 
-    While ranks have batches ready beyond the next one, what they say to each other travels beside the step before.
+    While ranks have batches ready beyond the next one, their messages overlap the previous step.
 
     Args:
         group: The ranks.
@@ -75,7 +75,7 @@ class Lockstep:
         """Return a batch without rows, of the structure that the others have.
 
         Raises:
-            Exception: there is none. The other ranks learn of it with their next batch.
+            Exception: it can't be made. The other ranks learn of it with their next batch.
         """
         if isinstance(self._example, Exception):
             raise self._example
@@ -98,7 +98,7 @@ class Lockstep:
             self._example = next(example for example, is_one in zip(examples, has_any) if is_one)
         if all(has_any) and len({digest for _, _, digest in found}) > 1 and self._group.rank == 0:
             logger.warning(
-                "ranks: the first batch of a pass is not the same on all ranks, which keep their own rows of it: rows "
-                "are lost if each has data of its own (pass sharded=True) or another order (seed it alike)."
+                "ranks: the first batch of an epoch is not the same on all ranks, which keep their own rows of it: "
+                "rows are lost if each has data of its own (pass sharded=True) or another order (use the same seed)."
             )
         return [max(values) for values in zip(*found)]

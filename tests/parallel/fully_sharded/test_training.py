@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.parallel.fully_sharded.training import Case, Net, sgd, train_alone, train_on_ranks
 from tests.ranks.harness import run_ranks
 
@@ -49,7 +49,7 @@ def eagerly(function):
 
 
 def train_all(loops, steps):
-    group = join()
+    group = init_group()
     torch.compile = eagerly  # what the compiler makes of blocks is tried on GPUs
     return [
         {name: train_on_ranks(CASES[name], group.rank, group.size, as_step=as_step) for name in names}

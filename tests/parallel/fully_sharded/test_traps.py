@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import everygpu
 from everygpu.errors import CallError, CopyError, ModuleError, OptimizerError, RankError
 from everygpu.parallel.fully_sharded.shards import is_shard
-from everygpu.ranks.group import join
+from everygpu.ranks.group import init_group
 from tests.parallel.fully_sharded.training import (
     VOCABULARY,
     Case,
@@ -78,9 +78,9 @@ def steps_of_optimizers():
 
 def values_of_rank_0():
     """All begin with rank 0's values, wherever theirs were from."""
-    torch.manual_seed(join().rank)
+    torch.manual_seed(init_group().rank)
     net = Net()
-    expected = join().broadcast_object(net.state_dict())
+    expected = init_group().broadcast_object(net.state_dict())
     found = whole_state(share(net))
     return all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -97,7 +97,7 @@ def models_that_cannot_be_shared():
         with pytest.raises(ModuleError, match=message):
             share(module, wrap=[nn.GRU] if isinstance(module, nn.Sequential) else None)
     with pytest.raises(RankError, match="must be the same on all ranks"):
-        share(nn.Linear(2, 2 + join().rank))
+        share(nn.Linear(2, 2 + init_group().rank))
     return True
 
 
@@ -210,7 +210,7 @@ def copies_names_and_hooks():
 def losses_written_to_in_place():
     """Where ranks' batches differ, too."""
     model = share(Net())
-    ids, y = batch(0, 2 + join().rank)
+    ids, y = batch(0, 2 + init_group().rank)
     loss = F.cross_entropy(model(ids), y)
     loss /= 2
     loss.backward()
@@ -242,7 +242,7 @@ class Branch(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
     def forward(self, x):
-        return self.layers[join().rank](x)
+        return self.layers[init_group().rank](x)
 
 
 def branches_of_some_ranks():
@@ -259,7 +259,7 @@ def bf16_with_masters_in_fp32():
     model.blocks[1].up.register_forward_hook(
         lambda module, args, output: seen.append((module.weight.dtype, output.dtype))
     )
-    ids, y = batch(0, 2 + join().rank)
+    ids, y = batch(0, 2 + init_group().rank)
     F.cross_entropy(model(ids).float(), y).backward()
     assert seen == [(torch.bfloat16, torch.bfloat16)]
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -285,7 +285,7 @@ def two_forwards_before_a_backward():
         bare = nn.Sequential(Gated(), Gated())
         model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"], shard=level, wrap=[Gated])
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-        mine = x.split([5, 3])[join().rank]
+        mine = x.split([5, 3])[init_group().rank]
         (model(mine).square().mean() + model(-2 * mine).mean()).backward()
         (bare(x).square().mean() + bare(-2 * x).mean()).backward()
         for p, q in zip(model.parameters(), bare.parameters()):

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from everygpu.errors import ModuleError, OptimizerError, OptionError, RankError
 from everygpu.keys import is_compiled
 from everygpu.parallel.fully_sharded.shards import is_shard
-from everygpu.ranks.group import Group, join_alone
+from everygpu.ranks.group import Group, init_single
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Nobody calls these: no forward of theirs could ask for the parameters."""
@@ -185,7 +185,7 @@ def check_ranks(group: Group | None, sharding: Sharding, devices: Sequence[torch
         RankError: there are no ranks.
         OptionError: this rank has several devices.
     """
-    group = join_alone() if group is None else group
+    group = init_single() if group is None else group
     if group is None:
         raise RankError(
             f"DataParallel: shard={sharding.level!r} shares the model out over processes, one a GPU, and this one is "

@@ -23,7 +23,7 @@ from everygpu import child, comm, tree
 from everygpu.comm.upload import mark, receive, upload
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.dealing import Dealing, is_data_loader
-from everygpu.feed.order import Order
+from everygpu.feed.order import ResumableOrder
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known, spans
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
@@ -151,7 +151,7 @@ class FeedReport:
     """How long the steps of a Feeder took, on the host's clock."""
 
     num_steps: int = 0
-    """Steps that were measured: the first batch of each pass, for which workers start, is not."""
+    """Steps that were measured: the first batch of each epoch, for which workers start, is not."""
     step_s: float = 0.0
     """From one batch to the next, in the mean."""
     wait_s: float = 0.0
@@ -175,11 +175,11 @@ class FeedReport:
             )
 
 
-class Feed:
+class FeederIterator:
     """One pass over a loader; made by ``iter(feeder)``."""
 
     def __init__(
-        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
+        self, order: ResumableOrder, route: ScatterSpec, prefetch: int, timeout_s: float | None, report: FeedReport
     ) -> None:
         workers = _guard_workers(order.iterated, timeout_s)
         try:
@@ -190,13 +190,13 @@ class Feed:
         self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
-        self._ahead = _Ahead(iterator, order.iterated, route, dealing, prefetch)
+        self._ahead = _Prefetcher(iterator, order.iterated, route, dealing, prefetch)
         # Also called when the interpreter ends, while threads still run.
         self._finalizer = weakref.finalize(self, self._ahead.end)
         if self._ahead.thread is not None:
             self._ahead.thread.start()
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "FeederIterator":
         return self
 
     def __next__(self) -> Any:
@@ -226,7 +226,7 @@ class Feed:
         """End the thread and the loader's workers; nothing happens the second time."""
         self._finalizer()
 
-    def __enter__(self) -> "Feed":
+    def __enter__(self) -> "FeederIterator":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -242,7 +242,7 @@ class Feed:
             del found  # its traceback holds all that its frames refer to
 
     def _take_in_lockstep(self, lockstep: Lockstep) -> SentBatch:
-        """Take the next batch; after the loader's end one without rows, while other ranks go on."""
+        """Return the next batch; after the loader's end one without rows, while other ranks continue."""
         prepared = None
         if not self._has_ended:
             try:
@@ -254,7 +254,7 @@ class Feed:
         return prepared or SentBatch(lockstep.empty_batch(), self._route)
 
 
-class _Ahead:
+class _Prefetcher:
     """Prepares batches, in a thread that is some of them ahead, or when asked; doesn't keep its pass."""
 
     def __init__(
@@ -296,7 +296,7 @@ class _Ahead:
                     raise _too_late(timeout_s, self._workers) from None
                 if self.thread is not None and not self.thread.is_alive() and self._ready.empty():
                     raise WorkerError(
-                        "Feeder: a fork has no copy of the thread that loads batches. Begin a pass of its own there."
+                        "Feeder: a fork has no copy of the thread that loads batches. Begin an epoch of its own there."
                     ) from None
 
     def end(self) -> None:
@@ -321,7 +321,9 @@ class _Ahead:
             self.kill_workers()
             thread.join(GRACE_S)
         if thread.is_alive():
-            logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")
+            logger.warning(
+                "Feeder: the loader's next() has not returned since the loop was left: its thread keeps running."
+            )
         while not self._ready.empty():
             self._ready.get_nowait()
 
@@ -360,13 +362,13 @@ class _Ahead:
 
 
 def _guard_workers(loader: Any, timeout_s: float | None) -> Sequence[Any]:
-    """Have a copy of a DataLoader fork workers so that none gets stuck; return those that stay, if none has died."""
+    """Make a copy of a DataLoader fork workers so that none gets stuck; return persistent ones, if none has died."""
     if not (is_data_loader(loader) and loader.num_workers):
         return ()
     loader.multiprocessing_context = child.guard_forks(loader.multiprocessing_context or multiprocessing.get_context())
     workers: Sequence[Any] = getattr(loader._iterator, "_workers", ())
     if dead := [worker for worker in workers if not worker.is_alive()]:
-        loader._iterator = None  # the next pass starts others
+        loader._iterator = None  # the next epoch starts others
         raise _death_of(dead, loader)
     if workers and timeout_s is not None:  # torch waits for them as the epoch begins
         deadline = time.monotonic() + timeout_s
@@ -387,7 +389,7 @@ def _kill(workers: Sequence[Any], loader: Any) -> None:
             worker.kill()
     for worker in workers:
         worker.join(5)
-    if getattr(loader, "_iterator", None) is not None:  # of persistent workers: the next pass starts others
+    if getattr(loader, "_iterator", None) is not None:  # of persistent workers: the next epoch starts others
         loader._iterator = None
 
 
@@ -429,7 +431,7 @@ def _death_of(dead: Sequence[Any], loader: Any) -> WorkerError:
 
 
 def _watch(iterator: Any, look: Callable[[], object]) -> None:
-    """Have a DataLoader's iterator look more often whether it should go on."""
+    """Make a DataLoader's iterator check more often whether to continue."""
     if iterator._worker_pids_set:  # or torch raised the death of a worker in the main thread, wherever that is
         remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
