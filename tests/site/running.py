@@ -5,7 +5,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,20 @@ def sides_of(kind: str, title: str, code: str) -> list[tuple[str, str]]:
     return [("before", before), (title, after)]
 
 
-def run_page(name: str) -> dict[str, Any]:
-    """Run a page's blocks in one namespace; what stands on a "before" side only has to compile."""
+def run_page(name: str, *, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a page's blocks in one namespace; what stands on a "before" side only has to compile.
+
+    With ``only``, run those below these headings.
+    """
     names: dict[str, Any] = {}
     setup = SETUPS / f"{name.lower().replace('-', '_')}.py"
     if setup.exists():
         exec(compile(setup.read_text("utf-8"), str(setup), "exec"), names)
     text = page_path(name).read_text("utf-8")
-    assert len(FENCE.findall(text)) == text.count("```python") + text.count("```diff"), (
-        "a block within a list is not run: put it outside"
-    )
+    assert len(FENCE.findall(text)) == len(re.findall("```(?:python|diff)", text)), "put a block outside of its list"
+    if only:
+        sections = sections_of(text)
+        text = "".join(sections[heading] for heading in only)
     for number, (title, code) in enumerate(blocks(text), 1):
         compiled = compile(code, f"<{name}.md, block {number}>", "exec")
         if not title.startswith("before"):
@@ -55,10 +59,16 @@ def run_page(name: str) -> dict[str, Any]:
     return names
 
 
+def sections_of(text: str) -> dict[str, str]:
+    """Give what stands below each heading of a page."""
+    parts = re.split(r"^#+ (.*)\n", text, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2]))
+
+
 def code_by_heading(name: str) -> dict[str, str]:
     """Give the Python code below each heading that has some."""
-    sections = re.split(r"^#+ (.*)\n", page_path(name).read_text("utf-8"), flags=re.MULTILINE)[1:]
-    codes = {title: "".join(code for _, code in blocks(text)) for title, text in zip(sections[::2], sections[1::2])}
+    sections = sections_of(page_path(name).read_text("utf-8"))
+    codes = {title: "".join(code for _, code in blocks(text)) for title, text in sections.items()}
     return {title: code for title, code in codes.items() if code}
 
 

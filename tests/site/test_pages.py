@@ -1,7 +1,10 @@
 """The pages of the site: their code runs, both languages say the same, and the reference has every export."""
 
+import contextlib
 import importlib
+import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ from website import check, hooks, prepare
 from everygpu.bench.training import find_training, list_batches
 from everygpu.cli import main
 from tests.exports import EXPORTS
+from tests.ranks.harness import run_ranks
 from tests.site.running import blocks, commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,9 +74,12 @@ def test_code_of_pages_runs(page):
 @pytest.mark.usefixtures("two_replicas")
 def test_questions_have_the_answers_they_show(capsys):
     names = run_page("how-do-i")
-    assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is captured
-    assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [50]
+    printed = capsys.readouterr().out
+    assert "threads threads" in printed  # on the CPU nothing is captured
+    assert "over 8 rows" in printed
+    assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [2]
     assert names["mean"].num_rows == 8
+    assert names["predictions"].shape == (8, 3)
     assert names["output"].shape == (4,)
     assert names["collate"]([[1, 2], [3] * 65]).shape == (2, 128)
     assert type(names["model"]) is torch.nn.Sequential
@@ -80,8 +87,38 @@ def test_questions_have_the_answers_they_show(capsys):
     assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
     names.clear()
     questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    assert len(questions) == 21
-    assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions if "gan.py" not in text)
+    assert len(questions) == 37
+    assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions)
+
+
+UNDER_RANKS = (
+    "Log to TensorBoard or Weights & Biases",
+    "Show a progress bar",
+    "Save the best model",
+    "Stop early",
+    "Resume training after a crash",
+    "Evaluate",
+    "Train on two machines",
+)
+"""Questions whose answers say that they hold for several processes."""
+
+
+def answer_as_rank(folder):
+    """Run these answers, and give what this rank has printed, logged and averaged."""
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        names = run_page("how-do-i", only=UNDER_RANKS)
+    return out.getvalue(), names["logged"], names["best"], names["total"].num_rows
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_answers_hold_for_two_processes(tmp_path):
+    one, other = run_ranks(answer_as_rank, tmp_path, size=2, folder=tmp_path / "results")
+    assert "over 8 rows" in one[0]
+    assert "epoch loss" not in other[0]
+    assert [step for step, _ in one[1]] == [2]
+    assert other[1] == []
+    assert one[2:] == other[2:]
 
 
 @pytest.mark.usefixtures("two_replicas")

@@ -18,7 +18,7 @@ def test_figures_go_into_a_csv_file(monkeypatch, tmp_path):
     loader = DataLoader(TensorDataset(torch.randn(200, 4), torch.randint(0, 3, (200,))), batch_size=2)
     with open("steps.csv", "w", newline="", buffering=1) as file:
         names = {"csv": csv, "open": lambda *_, **__: file, "everygpu": everygpu, "step": step, "loader": loader}
-        exec(code_by_heading("recipes")["TensorBoard, W&B, CSV: figures of a run"], names)
+        exec(code_by_heading("recipes")["TensorBoard, W&B, CSV: logging metrics"], names)
         # Each line is there when it is logged, before the file is closed.
         first, last = csv.reader((tmp_path / "steps.csv").read_text().splitlines())
     assert [first[0], last[0]] == ["50", "100"]
