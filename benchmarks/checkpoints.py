@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.bench.report import describe_machine
+from everygpu.bench.report import describe_versions
 
 Work = Callable[[Path], object]
 
@@ -132,7 +132,7 @@ def main() -> None:
     for name, values in times.items():
         print(f"| {name} | {statistics.median(values):.3f} | {min(values):.3f} to {max(values):.3f} |")
     print(f"{options.rounds} rounds; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, ours included; ", end="")
-    print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value))
+    print(", ".join(f"{name} {value}" for name, value in describe_versions().items() if value))
 
 
 if __name__ == "__main__":

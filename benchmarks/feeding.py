@@ -21,7 +21,7 @@ import torch
 
 import everygpu
 from everygpu import tree
-from everygpu.bench.report import describe_machine
+from everygpu.bench.report import describe_versions
 from everygpu.bench.training import count_rows, find_training, list_batches, repeat_rows, split_batch
 from everygpu.feed.tune import resize
 
@@ -116,7 +116,7 @@ def main() -> None:
         raise SystemExit("no GPU: --cpu 2 --models tiny shows on the CPU that everything runs")
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    print(json.dumps(describe_machine()), flush=True)
+    print(json.dumps(describe_versions()), flush=True)
     for name in options.models:
         print(json.dumps(compare(name, devices, options)), flush=True)
 

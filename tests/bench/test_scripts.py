@@ -1,4 +1,4 @@
-"""benchmarks/growth.py, feeding.py and checkpoints.py, as they are called."""
+"""benchmarks/feeding.py and checkpoints.py, as they are called."""
 
 import json
 
@@ -16,18 +16,6 @@ def rows_of(capsys):
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()[1:]]
 
     return run
-
-
-def test_every_combination_stands_beside_one_device(rows_of):
-    small = "--blocks", 1, "--length", 8, "--rounds", 2, "--steps", 1
-    rows = rows_of("growth", "--cpu", 2, 1, "--widths", 32, 64, "--rows", 3, *small)
-    found = [(row["width"], row["rows"], row["num_devices"]) for row in rows]
-    assert found == [(w, 3, n) for w in (32, 64) for n in (1, 2)]
-    for alone, row in zip(rows[::2], rows[1::2]):
-        assert row["alone_ms"] == alone["alone_ms"] == alone["ms"]
-        assert row["efficiency"] == pytest.approx(alone["ms"] / row["ms"])
-        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
-    assert rows[0]["num_params"] < rows[-1]["num_params"]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tests.bench.own:small_bert"])

@@ -1,6 +1,6 @@
 """Faults of many kinds, one after another: whole checkpoints, equal losses, nothing left.
 
-``python benchmarks/soak.py`` draws hundreds of them: docs/reliability.md shows what it found.
+``python tests/faults/soak.py`` draws hundreds of them: docs/reliability.md shows what it found.
 """
 
 import json
@@ -24,7 +24,7 @@ PLAN = (
 def soak(tmp_path: Path, *options: str) -> list[dict[str, object]]:
     """Put faults on trainings; return each run's record."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "benchmarks/soak.py", *options, "--json", str(report)]
+    command = [sys.executable, "tests/faults/soak.py", *options, "--json", str(report)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     records: list[dict[str, object]] = json.loads(report.read_text()) if report.exists() else []
     assert ended.returncode == 0, (ended.stdout, ended.stderr)

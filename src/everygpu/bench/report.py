@@ -1,10 +1,8 @@
-"""A benchmark's report: machine and versions, and rows as lines of a table and JSON."""
+"""Rows of a benchmark as lines of a table, and where they were measured."""
 
-import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -12,47 +10,56 @@ import torch
 from everygpu import __version__
 
 Row = Mapping[str, Any]
-"""``model``, ``peer``, and what ``measure_row`` returns."""
+"""``runner.KEY``, and what ``measure_row`` returns."""
 
 COLUMNS = (
-    ("row", 10), ("engine", 7), ("ms a step (spread)", 25), ("samples/s", 9), ("eff.", 6), ("peak GiB", 11),
-    ("start", 6),
+    ("way", 13), ("engine", 7), ("ms a step (spread)", 23), ("samples/s", 9), ("eff.", 6), ("peak GiB", 10),
+    ("loss", 6),
 )  # fmt: skip
 """Heads, and widths in letters: 80 with the spaces between them, as a terminal has."""
 
 
-def describe_machine() -> dict[str, Any]:
-    """Hardware, versions and time, for the head of a report."""
-    cuda = torch.cuda.is_available()
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "everygpu": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-        "python": sys.version.split()[0],
-        "system": platform.platform(),
-        "cpu_threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-    }
+def describe_versions() -> dict[str, Any]:
+    """Return the versions of all that has a part in a figure."""
+    on_nvidia = torch.cuda.is_available() and torch.version.cuda
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_nvidia else None  # type: ignore[no-untyped-call]
+    found = {
+        "everygpu": __version__, "torch": torch.__version__, "cuda": torch.version.cuda, "rocm": torch.version.hip,
+        "nccl": nccl, "python": sys.version.split()[0],
+    }  # fmt: skip
+    return {name: version for name, version in found.items() if version}
 
 
-def describe_where(machine: Mapping[str, Any], num_devices: int, on_cpu: bool) -> str:
+def find_card(device_type: str) -> str:
+    """Name the GPU, or what else rows are measured on."""
+    return torch.cuda.get_device_name() if device_type == "cuda" else f"CPU, {platform.machine()}"
+
+
+def describe_where(card: str, versions: Mapping[str, Any], num_devices: int) -> str:
     """Write on what rows are measured."""
-    versions = f"everygpu {machine['everygpu']}, torch {machine['torch']}, Python {machine['python']}"
-    if on_cpu:
-        threads = f"{num_devices} replicas share {machine['cpu_threads']} threads"
-        return f"On the CPU: this shows that everything runs, not how fast. {threads}; {versions}"
-    driver = f"ROCm {machine['rocm']}" if machine["rocm"] else f"CUDA {machine['cuda']}"
-    return f"{num_devices} of {len(machine['gpus'])} x {machine['gpus'][0]}; {versions}, {driver}"
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if not card.startswith("CPU"):
+        return f"{num_devices} x {card}; {names}"
+    threads = f"{num_devices} replicas share {torch.get_num_threads()} threads"
+    return f"On the CPU: this shows that everything runs, not how fast. {threads}; {names}"
 
 
-def find_efficiency(row: Row, earlier: Sequence[Row]) -> float | None:
-    """Divide samples a second by those of the single GPU times the number of GPUs; None without one, or on the CPU."""
-    single = [other["samples_per_s"] for other in (*earlier, row) if other["peer"] == "single" and "ms" in other]
-    if "ms" not in row or not single or row["device_type"] == "cpu":
-        return None
-    return float(row["samples_per_s"] / (row["num_devices"] * single[0]))
+def compare_with_bare(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
+    """Compare a row with the eager single GPU on the same model.
+
+    Returns:
+        ``efficiency``: samples a second over those of the single GPU times the number of GPUs; None on the CPU, whose
+        replicas share its cores. ``loss_difference``: how far the loss after warm-up is from its loss, relatively.
+    """
+    same = ("commit", "card", "model", "rows", "precision")
+    others = (other for other in rows if other["way"] == "bare" and all(other[k] == row[k] for k in same))
+    other = next(others, {})
+    if "ms" not in row or "ms" not in other:
+        return {"efficiency": None, "loss_difference": None}
+    is_cpu = row["card"].startswith("CPU")
+    speed = row["samples_per_s"] / (row["num_devices"] * other["samples_per_s"])
+    difference = abs(row["last_loss"] - other["last_loss"]) / max(abs(other["last_loss"]), 1e-9)
+    return {"efficiency": None if is_cpu else speed, "loss_difference": difference}
 
 
 def table_line(cells: Sequence[str]) -> str:
@@ -61,24 +68,20 @@ def table_line(cells: Sequence[str]) -> str:
     return " ".join(padded).rstrip()
 
 
-def describe_row(row: Row) -> str:
+def describe_row(row: Row, rows: Sequence[Row]) -> str:
     """Write a row as a line of the table, or why there is none."""
     if "error" in row:
-        return f"{row['peer']:<{COLUMNS[0][1]}} {row['error'].strip().splitlines()[-1]}"
-    efficiency, peaks = row.get("efficiency"), row["peak_gib"]
+        return f"{row['way']:<{COLUMNS[0][1]}} {row['error'].strip().splitlines()[-1]}"
+    found, peaks = compare_with_bare(row, rows), row["peak_gib"]
+    efficiency, difference = found["efficiency"], found["loss_difference"]
     return table_line(
         (
-            row["peer"],
-            row.get("engine") or "-",
-            f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})",
+            row["way"],
+            row["engine"] or "-",
+            f"{row['ms']:.2f} ({row['ms_min']:.2f}-{row['ms_max']:.2f})",
             f"{row['samples_per_s']:,.0f}",
             "-" if efficiency is None else f"{efficiency:.1%}",
             f"{max(peaks):#.3g} ({min(peaks):#.3g})".replace(". ", " ").replace(".)", ")") if peaks else "-",
-            f"{row['startup_s']:.1f} s",
+            "-" if difference is None else f"{difference:.2%}",
         )
     )
-
-
-def write_json(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Write everything."""
-    return json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"

@@ -98,7 +98,7 @@ def bert(
     seeded = torch.Generator().manual_seed(0)
     longest = torch.randint(lengths[0], lengths[1] + 1, (num_batches,), generator=seeded).tolist()
     batches = Batches([_padded_batch(rows, length, vocabulary, seeded) for length in longest])
-    return model, None, torch.optim.AdamW(groups, lr=2e-5), batches
+    return model, None, torch.optim.AdamW(groups, lr=2e-5, fused=True), batches
 
 
 def _padded_batch(rows: int, longest: int, vocabulary: int, seeded: torch.Generator) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
-"""Times, and processes that fail, hang, or leave others behind."""
+"""Processes that fail, hang, or leave others behind; and rows that are there already."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,25 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from everygpu.bench.timing import run_command, time_rounds
+from everygpu.bench import runner
+from everygpu.bench.runner import KEY, Results, measure_rows, read_results, run_command
+from everygpu.errors import OptionError
 
 
 def python(code):
     return [sys.executable, "-c", code]
-
-
-def test_a_step_takes_as_long_as_it_takes():
-    calls, waits = [], []
-
-    def step():
-        begin = time.perf_counter()
-        time.sleep(0.01)
-        calls.append(1000 * (time.perf_counter() - begin))
-
-    row = time_rounds(step, lambda: waits.append(len(calls)), rounds=3, steps=2)
-    assert 10 <= row["ms_min"] <= row["ms"] <= row["ms_max"]
-    assert row["ms_min"] < 2 * max(calls)
-    assert waits == [5, 7, 9, 11]
 
 
 def test_the_last_line_is_the_row():
@@ -91,7 +80,7 @@ def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(tmp_path, mon
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0)  # handlers run by now
 
-    monkeypatch.setattr("everygpu.bench.timing.subprocess.Popen", Interrupted)
+    monkeypatch.setattr("everygpu.bench.runner.subprocess.Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_command(python("import time; time.sleep(600)"), 60)
     assert not is_alive(started[0])
@@ -119,3 +108,64 @@ def test_a_signal_ends_the_row_too(tmp_path, number, expected):
     while is_alive(note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(note.read_text())
+
+
+def key(way, **changed):
+    return {**dict.fromkeys(KEY), "commit": "a", "card": "CPU", "model": "m", "way": way, **changed}
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    """Pretend what comes of each row; return those that were asked for, with their time limits."""
+    asked = []
+
+    def install(answers):
+        def run(command, timeout):
+            way = json.loads(command[-1])["way"]
+            asked.append((way, timeout))
+            return dict(answers[way])
+
+        monkeypatch.setattr(runner, "run_command", run)
+        return asked
+
+    return install
+
+
+def test_a_later_call_goes_on(outcomes, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    asked = outcomes({"bare": {"ms": 2.0}, "ddp": {"error": "mine"}, "step": {"ms": 1.0}})
+
+    def measure(*keys):
+        return list(measure_rows(keys, Results(path), {}, 7.0, 1e9))
+
+    assert [row.get("ms") for row in measure(key("bare"), key("ddp"))] == [2.0, None]
+    assert [row.get("ms") for row in measure(key("bare"), key("ddp"), key("step"))] == [2.0, None, 1.0]
+    measure(key("bare", commit="b"), key("bare", card="another"))
+    assert asked == [(way, 7.0) for way in ("bare", "ddp", "step", "bare", "bare")]
+    assert [row["way"] for row in read_results(path)] == ["bare", "ddp", "step", "bare", "bare"]
+
+
+def test_what_the_limit_cuts_off_is_left_to_the_next_call(outcomes, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    asked = outcomes({"bare": {"ms": 2.0}, "ddp": {"error": "no result"}})
+    results = Results(None)
+    rows = measure_rows([key("bare"), key("ddp"), key("step")], results, {}, 300.0, 400.0)
+    assert next(rows)["ms"] == 2.0
+    run = runner.run_command
+
+    def use_all(command, timeout):
+        now[0] += timeout
+        return run(command, timeout)
+
+    now[0] = 150.0
+    monkeypatch.setattr(runner, "run_command", use_all)
+    assert list(rows) == []
+    assert asked == [("bare", 300.0), ("ddp", 250.0)]
+    assert [row["way"] for row in results.rows] == ["bare"]
+
+
+def test_a_model_that_cannot_be_made_ends_it(outcomes):
+    outcomes({"bare": {"refused": "mine"}})
+    with pytest.raises(OptionError, match="mine"):
+        list(measure_rows([key("bare")], Results(None), {}, 300.0, 1e9))

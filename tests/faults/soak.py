@@ -1,8 +1,8 @@
 """Faults at random moments of a training: what is whole, what is left, and whether resumed runs compute the same.
 
-    python benchmarks/soak.py                                          # 1,000 faults
-    python benchmarks/soak.py --faults 100 --seed 7 --only "kill -9,SIGTERM"
-    python benchmarks/soak.py --plan "kill -9@7,SIGTERM@9" --json found.json
+    python tests/faults/soak.py                                          # 1,000 faults
+    python tests/faults/soak.py --faults 100 --seed 7 --only "kill -9,SIGTERM"
+    python tests/faults/soak.py --plan "kill -9@7,SIGTERM@9" --json found.json
 
 Trains on two CPU replicas, with a Feeder, two workers and a CheckpointManager; a run that a fault has ended resumes.
 Ends with status 1 if a checkpoint is lost or damaged, a run resumes with other numbers, leaves something behind, hangs,
@@ -511,7 +511,7 @@ def read_newest(root: Path, reference: Log, damaged: Path | None) -> tuple[int |
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if damaged else "error")
             step = everygpu.load(root, model=net, optimizer=optimizer)["step"]
-    except Exception as error:  # noqa: BLE001 - whatever it fails with
+    except Exception as error:
         return None, [("corrupt or lost", f"{type(error).__name__}: {error}"[:200])]
     if digest_of(net, optimizer) != reference.digests[step]:
         return None, [("corrupt or lost", f"contents of step {step} differ")]
