@@ -8,9 +8,9 @@ from everygpu.errors import BenchmarkError
 
 
 def llama(
-    *, rows: int = 8, length: int = 1024, vocabulary: int = 32000, width: int = 1024, num_layers: int = 12
+    *, rows: int = 8, length: int = 1024, vocabulary: int = 32000, width: int = 1024, num_layers: int = 15
 ) -> tuple[Any, ...]:
-    """230M parameters, 8 × 1,024 tokens, AdamW."""
+    """235M parameters, 8 × 1,024 tokens, AdamW."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
