@@ -59,7 +59,7 @@ def test_migration_trains_on_two_replicas(capsys, monkeypatch):
     made = []
     monkeypatch.setattr(module, "own_devices", lambda group: made.append(group) or ["cpu"] * 2)
     names = run_page("migration")
-    assert len(made) == 2  # a model for each program that it comes from
+    assert len(made) == 3  # a model for each program that it comes from
     assert len(capsys.readouterr().out.splitlines()) == 2  # an epoch's mean, twice
     assert Path("model.pt").exists()
     names.clear()
