@@ -15,8 +15,9 @@ class Examples(Extension):
 
 
 def with_sections(text: str) -> str:
-    """Put the empty line before each section that Griffe's parser looks for."""
-    return re.sub(r"\n+(?=(?:Args|Returns|Yields|Raises|Source):\n)", "\n\n", text)
+    """Put the empty line before each section that Griffe's parser looks for; say what a box of sources is about."""
+    spaced = re.sub(r"\n+(?=(?:Args|Returns|Yields|Raises|Source):\n)", "\n\n", text)
+    return spaced.replace("\n\nSource:\n", "\n\nMirrors:\n")
 
 
 def as_markdown(text: str) -> str:

@@ -87,18 +87,18 @@ def test_questions_have_the_answers_they_show(capsys):
     assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
     names.clear()
     questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    assert len(questions) == 37
+    assert len(questions) == 39
     assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions)
 
 
 UNDER_RANKS = (
-    "Log to TensorBoard or Weights & Biases",
-    "Show a progress bar",
+    "Log to TensorBoard or Weights & Biases (wandb)",
+    "Show a progress bar (tqdm, rich)",
     "Save the best model",
-    "Stop early",
-    "Resume training after a crash",
+    "Stop early: early stopping",
+    "Resume training after a crash, or on another number of GPUs",
     "Evaluate",
-    "Train on two machines",
+    "Train on two machines: multi-node training",
 )
 """Questions whose answers say that they hold for several processes."""
 
