@@ -3,6 +3,7 @@
 import ast
 import functools
 from pathlib import Path
+from types import ModuleType
 
 import everygpu
 
@@ -13,6 +14,12 @@ ROOT = Path(everygpu.__file__).parent
 def tree_of(text: str) -> ast.Module:
     """Parse a module. Leave the tree as it is."""
     return ast.parse(text)
+
+
+def say_again(module: ModuleType) -> None:
+    """Empty the caches of a module's functions, so that what is said once is said once more."""
+    for function in vars(module).values():
+        getattr(function, "cache_clear", bool)()
 
 
 def trees() -> dict[str, ast.Module]:

@@ -4,8 +4,11 @@ import os
 import subprocess
 
 import pytest
+import torch
 
-from everygpu.child import count_cores, python_command
+import everygpu
+from everygpu import child
+from everygpu.child import python_command
 
 PYTHONPATHS = [{}, {"PYTHONSAFEPATH": "1"}]
 
@@ -59,4 +62,14 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch, tmp_path, cgroup,
     for name, text in (texts | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert count_cores(tmp_path) == cores
+    assert child.count_cores(tmp_path) == cores
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't be bound to cores")
+def test_ranks_of_launch_share_the_cores_that_this_process_may_use():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(before)])
+    try:
+        assert everygpu.launch(torch.get_num_threads, processes=1) == [1]
+    finally:
+        os.sched_setaffinity(0, before)

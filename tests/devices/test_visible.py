@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import everygpu
+from everygpu.devices import visible
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
     pick_visible,
     predict_names,
     resolve_environ,
-    tell_no_gpu,
     visible_devices,
 )
 from tests.devices.fake_nvml import GIB, H200_UUIDS, FakeNvml, Gpu, make_sample, two_h200s
 from tests.devices.real_gpus import find_gpus
+from tests.source import say_again
 
 A, B = H200_UUIDS
 # What cuDeviceGetCount and cuDeviceGetUuid answered on two H200s, driver 580.159, for each value.
@@ -206,7 +207,7 @@ def test_training_on_the_cpu_is_said_once(monkeypatch, caplog, library, text, le
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if text is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
-    tell_no_gpu.cache_clear()
+    say_again(visible)
     everygpu.DataParallel(torch.nn.Linear(1, 1), ["cpu"])  # which is what was asked for
     assert caplog.records == []
     for _ in range(2):
@@ -214,7 +215,7 @@ def test_training_on_the_cpu_is_said_once(monkeypatch, caplog, library, text, le
     (record,) = caplog.records
     assert record.levelno == level
     assert "sees no GPU" in record.message
-    tell_no_gpu.cache_clear()
+    say_again(visible)
 
 
 def test_choosing_devices_does_not_load_torch():

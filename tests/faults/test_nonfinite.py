@@ -12,7 +12,6 @@ from torch import nn
 import everygpu
 from everygpu.errors import NonFiniteError
 from everygpu.step.finite_check import MAX_IN_ROW
-from tests import tape
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
@@ -313,6 +312,8 @@ class TestCaptured:
 
     @pytest.fixture(params=["fused", "unfused"])
     def used(self, request, devices, monkeypatch):
+        from tests import tape  # only here: the tests above need nothing that it reaches into
+
         found = devices(2)
         tape.prepare(found, monkeypatch, fused=request.param == "fused")
         return found

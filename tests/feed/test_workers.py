@@ -47,7 +47,7 @@ def all_forks():
 
 @pytest.fixture
 def forks(all_forks, monkeypatch):
-    monkeypatch.setattr(child, "STARTS_S", (0.3, 10.0, 10.0))
+    monkeypatch.setattr(child, "STARTS_S", (0.3, 10.0, 10.0), raising=False)
     all_forks.num = 0
     yield all_forks
     all_forks.plan, all_forks.is_stuck = [], False
@@ -64,7 +64,7 @@ def test_a_worker_that_is_stuck_in_its_fork_is_forked_again(forks, plan, options
 
 
 def test_one_that_never_starts_is_an_error_and_no_wait(forks, monkeypatch):
-    monkeypatch.setattr(child, "STARTS_S", (0.1, 0.1))
+    monkeypatch.setattr(child, "STARTS_S", (0.1, 0.1), raising=False)
     forks.plan = [False] + [True] * 9
     feeder = Feeder(numbered(8, num_workers=2), "cpu")
     with pytest.raises(WorkerError, match=r"hasn't come out of its fork in 2 tries\. Pass multiprocessing_context"):

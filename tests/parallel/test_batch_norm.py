@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError, ModuleError, ReplicaError
-from everygpu.parallel.data_parallel import _tell_batch_norm
+from everygpu.parallel import data_parallel
+from tests.source import say_again
 
 pytestmark = pytest.mark.usefixtures("in_threads")
 
@@ -360,7 +361,7 @@ def test_compiled_replicas_fall_back_to_threads(caplog: pytest.LogCaptureFixture
 
 
 def test_statistics_of_shares_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    _tell_batch_norm.cache_clear()
+    say_again(data_parallel)
     caplog.set_level(logging.INFO, logger="everygpu")
     everygpu.DataParallel(convolutional(), ["cpu"])
     everygpu.DataParallel(convolutional().eval(), ["cpu"] * 2)
@@ -370,4 +371,4 @@ def test_statistics_of_shares_are_said_once(caplog: pytest.LogCaptureFixture) ->
         everygpu.DataParallel(convolutional(), ["cpu"] * 2)
     (record,) = caplog.records
     assert "SyncBatchNorm.convert(module)" in record.message
-    _tell_batch_norm.cache_clear()
+    say_again(data_parallel)

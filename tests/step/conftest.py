@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests import tape
-
 Devices = Callable[[int], list[torch.device]]
 
 
 @pytest.fixture(params=["fused", "unfused"])
 def capturing(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     """``devices`` that steps are captured on: GPUs, or CPU replicas, where CUDA graphs are acted out."""
+    from tests import tape  # here, as it reaches into much of the package: not every test needs it
+
     used = devices(2)
     tape.prepare(used, monkeypatch, fused=request.param == "fused")
     if used[0].type == "cpu":
