@@ -94,12 +94,12 @@ def check_choices(machine):
     samples = nvml.sample_devices() or []
     for place, gpu in enumerate(samples):
         position = machine.left[place]
-        assert (gpu.index, gpu.fault is None) == (position, position in machine.sound)
-        assert gpu.uuid in ({UUIDS[position]} if gpu.fault is None else {UUIDS[position], None})
         expected = [position] if position in machine.sound else None
         assert chosen({"CUDA_VISIBLE_DEVICES": str(place)}) == expected
         assert chosen({"CUDA_VISIBLE_DEVICES": str(place)}, count=1) == (expected or [])
         assert chosen({}, indices=(position,)) == (expected or [])
+        assert (gpu.index, gpu.fault is None) == (position, position in machine.sound)
+        assert gpu.uuid in ({UUIDS[position]} if gpu.fault is None else {UUIDS[position], None})
     return samples
 
 
