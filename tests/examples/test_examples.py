@@ -247,3 +247,9 @@ class TestCharLM:
         assert float(test_loss) < 3.0
         assert sample.startswith("The ")
         assert len(sample.replace("\n", "")) > 300
+
+
+def test_same_bits_compares_hashes(run: Run) -> None:
+    lines = run("same_bits.py", "--steps", 5).splitlines()
+    assert len({line.split()[-1] for line in lines[:3]}) == 1
+    assert lines[3:] == ["The same bits."]

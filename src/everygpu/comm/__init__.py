@@ -109,13 +109,46 @@ def reduce_scatter(buffers: Sequence[Tensor]) -> None:
             column[own].copy_(total)
 
 
+def tree_sum(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """Add tensors up by a binary tree over their places, by autograd: the same bits, whichever device each is on.
+
+    Neighbours are added where the first of them is. What is missing counts nothing; None where all are.
+    """
+    found = _sum_tree(tensors)
+    return None if found is None else copy(found, device)
+
+
+def _sum_tree(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    if len(tensors) < 2:
+        return tensors[0] if tensors else None
+    half = 1 << ((len(tensors) - 1).bit_length() - 1)
+    a, b = _sum_tree(tensors[:half]), _sum_tree(tensors[half:])
+    if a is None or b is None:
+        return b if a is None else a
+    b = copy(b, a.device)
+    # Dense + sparse is defined, sparse + dense is not.
+    return b + a if a.layout is not torch.strided and b.layout is torch.strided else a + b
+
+
+def tree_reduce_scatter(buffers: Sequence[Tensor]) -> None:
+    """Add the j-th chunks of all buffers up in the j-th buffer, by ``tree_sum``."""
+    for own, column in enumerate(_columns(buffers)):
+        total = tree_sum(column, column[own].device)
+        if total is not None:
+            column[own].copy_(total)
+
+
 def all_gather(buffers: Sequence[Tensor]) -> None:
-    """All-gather buffers: copy each device's own chunk into the other buffers, which are equal afterwards."""
+    """All-gather buffers: copy each device's own chunk into the other buffers, which are equal afterwards.
+
+    Some may be one and the same.
+    """
     if _takes_nccl(buffers):
         nccl.all_gather(buffers)
         return
     for own, column in enumerate(_columns(buffers)):
-        broadcast(column[own], (*column[:own], *column[own + 1 :]))
+        place = column[own].data_ptr()
+        broadcast(column[own], list({c.data_ptr(): c for c in column if c.data_ptr() != place}.values()))
 
 
 def _takes_nccl(buffers: Sequence[Tensor]) -> bool:

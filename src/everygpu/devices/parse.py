@@ -14,8 +14,13 @@ DeviceLike: TypeAlias = int | SupportsIndex | str | torch.device
 """A CUDA index, a name such as ``"cuda:1"`` or ``"cpu"``, or a ``torch.device``."""
 
 
-def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[torch.device]:
-    """Turn device ids into the replicas' devices, of one type; None is all of CUDA, else the accelerator or the CPU."""
+def parse_devices(
+    device_ids: DeviceLike | Iterable[DeviceLike] | None, *, may_repeat: bool = False
+) -> list[torch.device]:
+    """Turn device ids into the replicas' devices, of one type; None is all of CUDA, else the accelerator or the CPU.
+
+    ``may_repeat``: a GPU may be named several times.
+    """
     if device_ids is None:
         if torch.cuda.is_available():
             return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -30,8 +35,10 @@ def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[
         names = [str(device) for device in devices]
         raise DeviceError(f"device_ids mixes {' and '.join(kinds)}: {names}. Leave out one or the other.")
     doubled = sorted({str(device) for device in devices if devices.count(device) > 1})
-    if doubled and kinds != ["cpu"] and not may_share_gpus():
-        raise DeviceError(f"device_ids names {', '.join(doubled)} twice. Only the CPU holds several replicas.")
+    if doubled and kinds != ["cpu"] and not (may_repeat or may_share_gpus()):
+        raise DeviceError(
+            f"device_ids names {', '.join(doubled)} twice. Pass num_replicas for several replicas on one."
+        )
     return devices
 
 

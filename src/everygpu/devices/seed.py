@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy
 import torch
+from torch import Tensor
 
 from everygpu.errors import OptionError
 from everygpu.ranks.membership import find_membership
@@ -50,6 +51,42 @@ def spread_seeds(devices: Sequence[torch.device]) -> None:
         spread_generators([torch.cuda.default_generators[i] for i in indices], first)
     elif first:
         _spread_cpu(first)
+
+
+class ReplicaRandom:
+    """Random numbers of each replica's own, whichever device it is on, for one forward.
+
+    Each has the generators of the CPU and of its device while it runs, seeded by its number and by a number drawn from
+    the CPU's: so a checkpoint holds all that there is, for any number of devices.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], positions: Sequence[int]) -> None:
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self._seeds = [derive_seed(seed, position + 1) for position in positions]
+        self._generators = [[torch.default_generator, *_generators_of(device)] for device in devices]
+        self._states: dict[int, list[Tensor]] = {}
+        self._before: list[Tensor] = []
+
+    def enter(self, index: int) -> None:
+        """Have a replica's own numbers drawn from now on."""
+        generators, states = self._generators[index], self._states.get(index)
+        self._before = [g.get_state() for g in generators]
+        for k, generator in enumerate(generators):
+            if states is None:
+                generator.manual_seed(self._seeds[index])
+            else:
+                generator.set_state(states[k])
+
+    def leave(self, index: int) -> None:
+        """Have other numbers drawn, until the replica goes on."""
+        generators = self._generators[index]
+        self._states[index] = [g.get_state() for g in generators]
+        for generator, state in zip(generators, self._before):
+            generator.set_state(state)
+
+
+def _generators_of(device: torch.device) -> list[torch.Generator]:
+    return [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
 
 
 def spread_generators(generators: Sequence[torch.Generator], first: int = 0) -> None:

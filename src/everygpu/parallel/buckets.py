@@ -434,6 +434,9 @@ def sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
+LEAST_ALIGNMENT = 64
+"""Bytes: what torch's allocators align memory to, on any device."""
+
 ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
 
@@ -452,6 +455,8 @@ class BroadcastBucket:
         keeps: Take note of what was sent, for ``current_copies``.
         trusts_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
+        num_together: So many neighbours, ``device`` among them, share one copy, and all gradients are added up by a
+            tree over their places; 0 for a copy each.
     """
 
     def __init__(
@@ -464,6 +469,7 @@ class BroadcastBucket:
         fixed: bool = False,
         keeps: bool = False,
         trusts_versions: bool = False,
+        num_together: int = 0,
     ) -> None:
         self.device = device
         self.devices = list(devices)
@@ -475,9 +481,21 @@ class BroadcastBucket:
         self._keeps = keeps or trusts_versions
         self._trusts_versions = trusts_versions
         self._copies: list[_Copy | None] = [None] * len(self.devices)
+        self._num_together = num_together
+        size = max(1, num_together)
+        self._owners = [(i + 1) // size * size - 1 for i in range(len(self.devices))]
+        """For each of ``devices``, which one's copy it has; -1 for the originals' own memory."""
+        if num_together and not self._is_plain(originals):
+            # The first ones then share a copy, as those on other devices do: memory that lies alike computes alike.
+            self._owners = [max(owner, 0) for owner in self._owners]
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Return copies of the tensors of now for some of ``devices``.
+        """Return copies of the tensors of now for some of ``devices``; see ``refresh_all``."""
+        return self.refresh_all(originals, replicas)[-len(replicas) :] if replicas else []
+
+    def refresh_all(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
+        """Return copies of the tensors of now for some of ``devices``; before these, where some share a copy, what
+        ``device`` has in place of originals that take gradients.
 
         They are connected to the originals also while autograd is off: activation checkpointing runs a replica again
         later, when it is on.
@@ -485,8 +503,10 @@ class BroadcastBucket:
         # Outside inference mode, or buffers made in it could never be written by a training step.
         with torch.inference_mode(False):
             with torch.no_grad():
-                self._send(originals, replicas)
-            slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
+                self._send(originals, sorted({self._owners[i] for i in replicas} - {-1}))
+            slots = [self._slots_of(self._owners[i], originals) for i in replicas]
+            if self._num_together and self._requires_grad:
+                slots.insert(0, self._slots_of(-1, originals))
             if not self._requires_grad:
                 return stand_ins(originals, slots)
             with torch.enable_grad():
@@ -502,11 +522,14 @@ class BroadcastBucket:
 
     def current_copies(self, originals: Sequence[Tensor]) -> list[Tensor]:
         """Return the flat memory of each copy; none where originals were replaced or written since."""
-        copies = [copy for copy in self._copies if copy is not None and copy.is_of(originals)]
-        return [copy.flat for copy in copies] if len(copies) == len(self._copies) else []
+        owners = sorted({*self._owners} - {-1})
+        copies = [copy for i in owners if (copy := self._copies[i]) is not None and copy.is_of(originals)]
+        return [copy.flat for copy in copies] if len(copies) == len(owners) else []
 
     def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
         """Add the replicas' gradients on the primary device, through one flat buffer each; None where none has one."""
+        if self._num_together:
+            return self._sum_by_tree(grads)
         columns = [[g for g in column if g is not None] for column in zip(*grads)]
         dense = {k for k, column in enumerate(columns) if column and all(g.layout == torch.strided for g in column)}
         rows = [{k: row[k] for k in dense} for row in grads]
@@ -517,6 +540,30 @@ class BroadcastBucket:
             sums[k] if k in dense else sum_on(column, self.device) if column else None
             for k, column in enumerate(columns)
         ]
+
+    def sum_column(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """Add one tensor's gradients up, by autograd."""
+        return comm.tree_sum(grads, self.device) if self._num_together else sum_on(grads, self.device)
+
+    def _sum_by_tree(self, grads: Sequence[Grads]) -> list[Tensor | None]:
+        columns = list(zip(*grads))
+        is_flat = all(g is not None and g.layout is torch.strided for column in columns for g in column)
+        if not is_flat or len(columns) == 1:
+            return [comm.tree_sum(column, self.device) for column in columns]
+        flats = [self.plan.flatten(dict(enumerate(row)), row[0].device) for row in grads if row[0] is not None]
+        total = comm.tree_sum(flats, self.device)
+        return [] if total is None else list(self.plan.views(total))
+
+    def _slots_of(self, owner: int, originals: Sequence[Tensor]) -> list[Tensor]:
+        copy = None if owner < 0 else self._copies[owner]
+        if copy is None:
+            return [t.detach() for t in originals]
+        return [slot.detach() for slot in copy.slots] if self._num_together else copy.slots
+
+    def _is_plain(self, originals: Sequence[Tensor]) -> bool:
+        """Whether originals lie in memory as their copies do."""
+        pairs = zip(originals, self.plan.slots)
+        return all(t.stride() == slot.strides and t.data_ptr() % LEAST_ALIGNMENT == 0 for t, slot in pairs)
 
     def _send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         if self._trusts_versions:
@@ -597,7 +644,7 @@ class _Broadcast(torch.autograd.Function):
                 # create_graph=True: the sum is differentiated again, so it is made of torch's own operations. Batched
                 # gradients lie in no memory that could be copied.
                 columns = [[g for g in column if g is not None] for column in zip(*rows)]
-                totals = [sum_on(column, ctx.bucket.device) if column else None for column in columns]
+                totals = [ctx.bucket.sum_column(column) if column else None for column in columns]
             else:
                 totals = ctx.bucket.sum_grads(rows)
         return (None, None, None, *totals)

@@ -33,6 +33,7 @@ from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.ranks import RankModel, check_devices, own_devices
 from everygpu.parallel.replicas.module_tree import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
+from everygpu.parallel.replicas.same_bits import check_num_replicas, share_replicas
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
 from everygpu.parallel.scatter.denominator import LabelCheck, seeing_losses
@@ -89,6 +90,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
+        num_replicas: Cut batches for so many replicas, whatever the number of devices, each of which runs as many: the
+            same losses and parameters, bit for bit, on 1, 2, 4 or 8 devices with ``num_replicas=8``; see
+            docs/same-bits.md. Those on one device share its parameters. Left out, one replica per device.
         bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
             left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
         weight: How much a share of the batch counts beside others', among replicas and, under torchrun, among ranks:
@@ -123,6 +127,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
     """One per replica; ``device_ids`` names them as torch does."""
+    num_replicas: int | None = None
+    replicas_per_device: int = 0
+    """Of ``num_replicas``; 0 where that was left out."""
 
     def __init__(
         self,
@@ -136,6 +143,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         engine: str = "auto",
         buffers: str = "first",
         strict_device: bool = False,
+        num_replicas: int | None = None,
         bucket_cap_mb: float | None = None,
         weight: Callable[..., float | Tensor] | None = None,
         shard: str | None = None,
@@ -150,7 +158,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         group = init_group()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
-        self.replica_devices = _replica_devices(own_devices(group) if device_ids is None else device_ids)
+        check_num_replicas(num_replicas, split=split, shard=shard, engine=engine, has_ranks=group is not None)
+        self.num_replicas = num_replicas
+        self.replica_devices = self._devices_of(own_devices(group) if device_ids is None else device_ids)
         self.output_device = self.replica_devices[0] if output_device is None else output_device
         self.split = split = default_split() if split is None else split
         if not isinstance(split, str) or split != "auto":
@@ -191,6 +201,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             model.call_as_forward("generate")
         return model
 
+    def _devices_of(self, device_ids: Any) -> tuple[torch.device, ...]:
+        """Return each replica's device."""
+        if self.num_replicas is None:
+            return _replica_devices(device_ids)
+        devices = _replica_devices(device_ids, may_repeat=True)
+        self.replicas_per_device = share_replicas(self.num_replicas, len(devices))
+        return tuple(d for d in devices for _ in range(self.replicas_per_device))
+
     def _prepare(self) -> None:
         self._ids = self.device_ids
         self._replicas: ReplicaSet | None = None
@@ -208,6 +226,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._engine = self._make_engine(overrides)
         self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
         self._threads.runs_at_once = "replicate" in overrides
+        self._threads.draws_by_replica = self.num_replicas is not None and not overrides
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         first = next(self.module.parameters(), None)
@@ -225,7 +244,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             has_ranks=init_group() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-        engine = table.make_engine("threads" if is_sharded(self) else self.engine, context)
+        engine = table.make_engine("threads" if is_sharded(self) or self.num_replicas else self.engine, context)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
@@ -345,7 +364,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             modules = PerReplica(replicas.refresh(positions, None, rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
         with seeing_losses(() if self._engine.compiles else modules):
-            outputs = self.parallel_apply(calls, args, kwargs_of)
+            kept = getattr(modules, "replicas", None) if self.num_replicas is not None else None
+            with nullcontext() if kept is None else kept.first_in_place():
+                outputs = self.parallel_apply(calls, args, kwargs_of)
         for lent in self._lock.lent:
             lent.note_writes()
         self._average_buffers(modules, call)
@@ -463,8 +484,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         devices = [self.replica_devices[p] for p in positions[: len(self.replica_devices)]]
         args = [tuple(i) if isinstance(i, (tuple, list)) else (i,) for i in inputs]
         more = list(kwargs or [{}] * len(args))
-        with fresh_casts():
-            spread_seeds(self.replica_devices)
+        with fresh_casts(caches=self.num_replicas is None):
+            if self.num_replicas is None:
+                spread_seeds(self.replica_devices)
             if self._lock.is_inside() and 0 < len(replicas) == len(args) == len(more) == len(devices):
                 engine = self._engine if isinstance(replicas, PerReplica) else self._threads
                 return PerReplica(engine.run(list(zip(replicas, args, more)), devices, positions), call)
@@ -524,6 +546,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             fixed=fixed,
             make_leaves=make_leaves,
             bucket_bytes=replica_bucket_bytes(self.bucket_cap_mb),
+            num_together=self.replicas_per_device,
         )
 
     @contextmanager
@@ -597,7 +620,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     @device_ids.setter
     def device_ids(self, value: Sequence[DeviceLike]) -> None:
-        self.replica_devices = _replica_devices(value)
+        self.replica_devices = self._devices_of(value)
         if "_lock" in vars(self):
             self.release()
 
@@ -702,12 +725,12 @@ def data_parallel(
         model.release()
 
 
-def _replica_devices(device_ids: Any) -> tuple[torch.device, ...]:
+def _replica_devices(device_ids: Any, *, may_repeat: bool = False) -> tuple[torch.device, ...]:
     if isinstance(device_ids, SupportsIndex) and not isinstance(device_ids, bool):
         index = operator.index(device_ids)
         several = f", {list(range(index))} for {index} GPUs" if index > 1 else ""
         raise DeviceError(f"device_ids={index} is no list. Pass [{index}] for GPU {index} alone{several}.")
-    return tuple(parse_devices(device_ids))
+    return tuple(parse_devices(device_ids, may_repeat=may_repeat))
 
 
 def _check_options(*, engine: Any, gather: Any, buffers: Any, dim: Any) -> None:

@@ -35,7 +35,8 @@ class FlatParameters:
     """Parameters and gradients in flat buckets that stay where they are from step to step.
 
     The primary's parameters move in, keeping their identity; each other device has leaf twins of them, so that
-    backward leaves every replica's gradients in that replica's buckets.
+    backward leaves every replica's gradients in that replica's buckets. ``num_together`` neighbours share the memory of
+    their values, and gradients are added up by a tree; 0 for values of each one's own.
 
     Raises:
         PlacementError: a parameter is elsewhere.
@@ -49,13 +50,17 @@ class FlatParameters:
         bucket_bytes: int = UPDATE_BYTES,
         *,
         whole: bool = False,
+        num_together: int = 0,
     ) -> None:
         _check_places(params, devices[0])
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
         self.plans = plan_buckets(params, len(devices), bucket_bytes, whole=whole)
-        self.values = [[plan.make_flat(d) for d in devices] for plan in self.plans]
+        self._num_together = num_together
+        size = max(1, num_together)
+        each = [[plan.make_flat(d) for d in devices[::size]] for plan in self.plans]
+        self.values = [[flats[j // size] for j in range(len(devices))] for flats in each]
         self.grads = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         # Views of their own version counters: of the values, to notice writes; of the gradients, which are new.
         self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
@@ -146,7 +151,12 @@ class FlatParameters:
         self.follow_counted_edits()
         params = dict(enumerate(self.params))
         return [
-            KeptBucket(plan=plan, params={s.index: params[s.index] for s in plan.slots}, flats=flats, is_flat=True)
+            KeptBucket(
+                plan=plan,
+                params={s.index: params[s.index] for s in plan.slots},
+                flats=[*dict.fromkeys(flats)],
+                is_flat=True,
+            )
             for plan, flats in zip(self.plans, self.values)
         ]
 
@@ -233,7 +243,10 @@ class FlatParameters:
     def reduce(self) -> None:
         """Add the gradients up: each device gets the sum of its own chunk."""
         for bucket in self.grads:
-            comm.reduce_scatter(bucket)
+            if self._num_together:
+                comm.tree_reduce_scatter(bucket)
+            else:
+                comm.reduce_scatter(bucket)
 
     def all_gather_params(self) -> None:
         """Copy each device's own chunk of the values to the others."""
@@ -284,7 +297,7 @@ class FlatParameters:
         """Send some buckets, where the others are equal."""
         self._are_equal = False
         for b in which:
-            first, *others = self.values[b]
+            first, *others = dict.fromkeys(self.values[b])
             comm.broadcast(first, others)
         self._versions = versions_of(self.params)
         self._are_equal = True

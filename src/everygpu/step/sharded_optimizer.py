@@ -50,7 +50,7 @@ class ShardedOptimizer(Optimizer):
         module: The stock optimizer.
     Raises:
         OptimizerError: this optimizer can't be sharded.
-        DeviceError: a device is unknown, absent or named twice.
+        DeviceError: a device is unknown or absent.
         OptionError: ``bucket_cap_mb`` is no size.
     Source:
         ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -305,7 +305,7 @@ def _check(optimizer: Any, *, whole: bool) -> None:
 
 def _find_devices(optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     if device_ids is not None:
-        return parse_devices(device_ids)
+        return parse_devices(device_ids, may_repeat=True)  # as a DataParallel's of several replicas on each
     home = next((p.device for p in all_params(optimizer)), torch.device("cpu"))
     if home.type != "cuda":
         return [home]

@@ -430,7 +430,9 @@ class ShardedUpdate:
             place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
         bucket_bytes = update_bucket_bytes(params, model.bucket_cap_mb, over_ranks=self._group is not None)
         whole = self._sharded is not None and self._sharded.whole
-        self.flat_params = FlatParameters(params, model.replica_devices, bucket_bytes, whole=whole)
+        self.flat_params = FlatParameters(
+            params, model.replica_devices, bucket_bytes, whole=whole, num_together=model.replicas_per_device
+        )
         if before is not None:
             self.flat_params.take_grads(before)
         self._replicas, self._rank_sums = None, None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from everygpu.devices.seed import ReplicaRandom
 from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets import Streams
 from everygpu.progress import running
@@ -63,10 +64,21 @@ class ReplicaScheduler:
 
     A replica that waits at a barrier lets the next one run; after the barrier they go on in order.
     So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time. ``in_order`` has
-    replicas on different devices run one after another, too; ``at_once`` has all run side by side.
+    replicas on different devices run one after another, too; ``at_once`` has all run side by side. Of those in order,
+    ``random`` gives each numbers of its own.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, in_order: bool = False, at_once: bool = False) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        in_order: bool = False,
+        at_once: bool = False,
+        random: ReplicaRandom | None = None,
+    ) -> None:
+        self._random = random
+        self._drawing: set[int] = set()
+        """Replicas whose numbers are drawn: one, or none between turns."""
         self._changed = threading.Condition()
         positions = range(len(devices))
         self._lines: list[Hashable] = [0] * len(devices) if in_order else list(positions if at_once else devices)
@@ -95,7 +107,8 @@ class ReplicaScheduler:
             # ``barrier`` finds this replica in what runs within, which is a whole forward.
             tokens = _replica_context.set((self, index)), _forward_backward_id.set(backward_id())
             try:
-                yield
+                with self._own_numbers(index):
+                    yield
             finally:
                 _replica_context.reset(tokens[0])
                 _forward_backward_id.reset(tokens[1])
@@ -107,6 +120,24 @@ class ReplicaScheduler:
                 self._ended.add(index)
                 self._pass_on(index)
 
+    @contextmanager
+    def _own_numbers(self, index: int) -> Iterator[None]:
+        self._begin_drawing(index)
+        try:
+            yield
+        finally:
+            self._end_drawing(index)
+
+    def _begin_drawing(self, index: int) -> None:
+        if self._random is not None:
+            self._random.enter(index)
+            self._drawing.add(index)
+
+    def _end_drawing(self, index: int) -> None:
+        if self._random is not None and index in self._drawing:  # or it was stopped at a barrier
+            self._random.leave(index)
+            self._drawing.remove(index)
+
     def stop(self) -> None:
         """Cancel the replicas that have not begun, or wait at a barrier."""
         with self._changed:
@@ -116,6 +147,7 @@ class ReplicaScheduler:
     def barrier(self, index: int, value: Any, combine: Combine) -> Any:
         """See the function ``barrier``."""
         with self._changed:
+            self._end_drawing(index)
             self._values[index] = value
             passed = self._num_barriers
             if len(self._values) < len(self._lines):
@@ -126,6 +158,7 @@ class ReplicaScheduler:
             else:
                 self._combine(combine)
             self._wait_for_turn(index)
+            self._begin_drawing(index)
             return self._results[index]
 
     def _combine(self, combine: Combine) -> None:

@@ -229,17 +229,22 @@ def _for_device(mode: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def fresh_casts() -> Iterator[None]:
+def fresh_casts(*, caches: bool = True) -> Iterator[None]:
     """Have autocast cast parameters anew, and keep no casts beyond.
 
     It keeps them until its outermost context ends, whatever is written to the parameters; and as there is one cache
     for all threads, until any thread leaves autocast, which replicas' do at some time or other. Those that are made
     within a capture aren't for others, and the capture must not count on those of before.
+
+    Without ``caches`` each use of a parameter has a cast of its own, whenever other threads leave autocast.
     """
+    before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(before and caches)
     try:
         yield
     finally:
+        torch.set_autocast_cache_enabled(before)
         torch.clear_autocast_cache()
 
 

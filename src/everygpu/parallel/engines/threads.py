@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.devices.seed import ReplicaRandom
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Engine, ModuleCall
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
@@ -128,6 +129,8 @@ class Workers(Engine):
 
     runs_at_once = False
     """Whether replicas on one device run side by side, too."""
+    draws_by_replica = False
+    """Whether each replica draws random numbers of its own, whichever device it is on; they run in order then."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -154,8 +157,10 @@ class Workers(Engine):
         if len(devices) > 1 and devices[0].type == "cuda":
             _load_linear_algebra()
         state = ThreadState(list(devices))
-        scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors, at_once=self.runs_at_once)
         names = positions if positions is not None else range(len(calls))
+        random = ReplicaRandom(devices, names) if self.draws_by_replica else None
+        in_order = state.counts_saved_tensors or random is not None
+        scheduler = ReplicaScheduler(devices, in_order=in_order, at_once=self.runs_at_once, random=random)
         jobs = [functools.partial(_call, scheduler, i, *each) for i, each in enumerate(zip(calls, devices, names))]
         futures: list[Future[Any]] = []
         mode = self._factories.mode_for(calls[0][0])

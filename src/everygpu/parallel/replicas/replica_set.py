@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from everygpu.keys import compiled_original
 from everygpu.parallel.buckets import REPLICA_BYTES, BroadcastBucket, KeptBucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has_hooks, is_dense, place_module
 from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
-from everygpu.parallel.replicas.remap import TABLES, Remap
+from everygpu.parallel.replicas.remap import TABLES, Remap, in_place_of
 from everygpu.parallel.replicas.snapshot import Snapshot
 from everygpu.torch_private.core import cache_parametrizations_apart, caches_parametrizations, replicates_itself
 
@@ -70,6 +70,8 @@ class ReplicaSet:
             copy on each device after the first. Called whenever the module's tree has changed. Frozen parameters
             are then sent only when torch counts a write to them, or always on the CPU, where a copy costs no more
             than a comparison.
+        num_together: So many neighbours among the devices share one copy of the parameters, and their gradients are
+            added up by a tree; 0 for a copy each.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class ReplicaSet:
         fixed: bool = False,
         make_leaves: Callable[[], ReplicaLeaves] | None = None,
         bucket_bytes: int = REPLICA_BYTES,
+        num_together: int = 0,
     ) -> None:
         self.module = module
+        self._num_together = num_together
+        self._own: dict[int, Tensor] = {}
         self._fixed = fixed
         self._bucket_bytes = bucket_bytes
         self._make_leaves = make_leaves
@@ -120,6 +125,14 @@ class ReplicaSet:
             yield
         finally:
             self._leaves = before
+
+    def first_in_place(self) -> AbstractContextManager[None]:
+        """Have the module itself use what stands for its parameters within, where gradients are added up by a tree.
+
+        A parameter then gets one gradient, the sum: of several that come to it, autograd adds up the earliest first.
+        """
+        own, self._own = self._own, {}
+        return in_place_of(self.module, own) if own else nullcontext()
 
     def position_of(self, root: nn.Module) -> int | None:
         """Return a replica's place among the devices; None where it is none of these."""
@@ -209,7 +222,10 @@ class ReplicaSet:
         single = [[i] for i in flat if tensors[i].requires_grad and (has_hooks(tensors[i]) or not tensors[i].is_leaf)]
         alone = {*frozen, *(i for (i,) in single)}
         self._buckets: list[tuple[list[int], BroadcastBucket]] = []
-        for which in (frozen, *single, [i for i in flat if i not in alone]):
+        rest = [i for i in flat if i not in alone]
+        own = [i for i in rest if self._num_together and isinstance(tensors[i], nn.Parameter)]
+        others_of = [i for i in rest if i not in set(own)]
+        for which in (frozen, *single, own, others_of):
             for members, together in group_by_storage(tensors, which, self._bucket_bytes):
                 bucket = BroadcastBucket(
                     [tensors[i] for i in members],
@@ -219,6 +235,8 @@ class ReplicaSet:
                     fixed=self._fixed,
                     keeps=which is frozen,
                     trusts_versions=trusted and which is frozen,
+                    # A buffer is each replica's own: forward writes it.
+                    num_together=min(self._num_together, 1) if which is others_of else self._num_together,
                 )
                 self._buckets.append((members, bucket))
         self._is_built = True
@@ -228,7 +246,10 @@ class ReplicaSet:
         tensors = self._tree.tensors
         rows: list[dict[int, Tensor]] = [{i: copies[r] for i, copies in self._leaves} for r in replicas]
         for members, bucket in self._buckets:
-            for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
+            found = bucket.refresh_all([tensors[i] for i in members], replicas)
+            if len(found) > len(replicas):
+                self._own.update(zip((id(tensors[i]) for i in members), found.pop(0)))
+            for row, copies in zip(rows, found):
                 row.update(zip(members, copies))
         for i in self._unbucketed:
             copies = broadcast_tensor(tensors[i], [self._devices[0], *(self._devices[r + 1] for r in replicas)])
