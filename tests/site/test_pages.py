@@ -41,6 +41,8 @@ def two_replicas(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "own_devices", lambda group: ["cpu"] * 2)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)  # a page asks for them
 
 
 @pytest.mark.usefixtures("two_replicas")
