@@ -75,7 +75,8 @@ SIZES = {
     "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "ffn_dim": 128, "head_dim": 16, "n_positions": 64, "num_experts": 4,
     "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "word_embed_proj_dim": 64,
     "rotary_dim": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "decoder_vocab_size": 128,
-    "expand": 1, "mamba_expand": 1, "mamba_n_heads": 4, "mamba_d_head": 16, "max_position_embeddings": 128, "image_size": 32, "patch_size": 8, "use_cache": False, "num_labels": 10,
+    "expand": 1, "mamba_expand": 1, "mamba_n_heads": 4, "mamba_d_head": 16, "max_position_embeddings": 128,
+    "n_groups": 1, "n_shared_experts": 1, "image_size": 32, "patch_size": 8, "use_cache": False, "num_labels": 10,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 """Of a configuration, where it has them; lists of layers' kinds are cut to two."""
@@ -160,6 +161,8 @@ def make_transformers(name: str) -> tuple[Any, ...]:
             setattr(config, key, 0.0)
         if key in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
             setattr(config, key, [*dict.fromkeys(value), *value][:2])
+    if hasattr(config, "kv_lora_rank"):  # latent attention has no groups
+        config.num_key_value_heads = config.num_attention_heads
     if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     head = {"causal": "CausalLM", "masked": "MaskedLM", "seq2seq": "Seq2SeqLM", "images": "ImageClassification"}[kind]
