@@ -259,7 +259,7 @@ class RankModel:
         self._bucket_bytes = replica_bucket_bytes(bucket_cap_mb)
         self._weight = weight
         self._grads: ModelGrads | None = None if before is None else before._grads
-        self._is_apart = False
+        self._is_apart = self._has_stand_ins = False
         self._has_warned = False
         self._label_check = LabelCheck("DataParallel")
         self._tree: ModuleTree | None = None
@@ -336,6 +336,8 @@ class RankModel:
 
         A copy of a wrapper starts when it is trained: one rank may evaluate it alone.
         """
+        if self._has_stand_ins:
+            return
         if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
             self._tree = ModuleTree(module)
             self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
@@ -359,6 +361,16 @@ class RankModel:
                 yield
         finally:
             self._is_apart = before
+
+    @contextlib.contextmanager
+    def with_stand_ins(self, module: nn.Module) -> Iterator[None]:
+        """Take tensors that are put into the module within for its parameters; no rank waits for others."""
+        self.look_at(module)
+        self._has_stand_ins = True
+        try:
+            yield
+        finally:
+            self._has_stand_ins = False
 
     def _check_apart(self, module: nn.Module) -> None:
         self.look_at(module)

@@ -333,6 +333,8 @@ class ShardedUpdate:
             p.grad = None
         try:
             with self.flat_params.in_new_leaves() as (first, *others), ExitStack() as stack:
+                if self._model.rank_model is not None:
+                    stack.enter_context(self._model.rank_model.with_stand_ins(self._model.module))
                 for root in roots:
                     stack.enter_context(in_place_of(root, first))
                 if self._replicas is not None:
