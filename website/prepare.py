@@ -35,6 +35,9 @@ TITLES = {
 }
 """The navigation in Chinese; pages that are in English only keep their titles."""
 
+ENGLISH_ONLY = '!!! note "本页只有英文版"'
+"""What a page without a Chinese text says below its title, on the Chinese site."""
+
 WORD_ENDS = r"[\s\u200b\-]"
 """Where words end in the search of the Chinese site: jieba puts a zero-width space between those it finds."""
 
@@ -99,6 +102,8 @@ def own_pages(language: str) -> dict[str, str]:
     english = {path.name: path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md") if path.suffixes == [".md"]}
     own = {path.name.replace(f".{language}.", "."): path for path in (ROOT / "docs").glob(f"*.{language}.md")}
     translated = with_anchors({name: path.read_text("utf-8") for name, path in own.items()}, english)
+    if own:
+        english = {name: text.replace("\n", f"\n\n{ENGLISH_ONLY}\n", 1) for name, text in english.items()}
     return {name: with_drawings(with_links(joined(text))) for name, text in (english | translated).items()}
 
 
