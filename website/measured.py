@@ -1,6 +1,6 @@
 """Write docs/measured.md from benchmarks/results: what README and the pages cite. Needs nothing but Python::
 
-python website/measured.py
+python -m website.measured
 """
 
 import json
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from website.figures import read_lines, step_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -19,7 +21,7 @@ Row = dict[str, Any]
 
 HEAD = """# Measured
 
-The figures that README and these pages cite, from `benchmarks/results/*.json`; `python website/measured.py` writes this
+The figures that README and these pages cite, from `benchmarks/results/*.json`; `python -m website.measured` writes this
 page. A step's time is the median, with the least and the most in brackets, in milliseconds. Machines differ: compare
 within a line. [Benchmarks](benchmarks.md) measures your machine. †: not measured again since, and the code has changed.
 """
@@ -97,7 +99,7 @@ def read(name: str) -> list[Row]:
 
 def page() -> str:
     """Write the page."""
-    return "\n".join([HEAD, *(part for name in TITLES for part in section(name))])
+    return "\n".join([HEAD, *step_tables(read_lines("figures")), *(part for name in TITLES for part in section(name))])
 
 
 def section(name: str) -> Iterable[str]:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from website import measured, picture
+from website import figures, measured, picture
 
 NO_FIGURES = re.compile(
     r"""```.*?```|`[^`]*`|\]\([^)]*\)|(?:src|width)="[^"]*"  # code, and where links and pictures lead
@@ -51,7 +51,7 @@ def test_each_figure_of_readme_is_measured(end, models):
 
 
 def test_the_page_of_what_was_measured_is_up_to_date():
-    assert measured.page() == measured.PAGE.read_text("utf-8"), "python website/measured.py"
+    assert measured.page() == measured.PAGE.read_text("utf-8"), "python -m website.measured"
 
 
 def test_rows_of_results_have_one_form():
@@ -79,3 +79,32 @@ def test_runs_of_one_day_are_lines_of_their_own_as_are_machines():
         "| GPT-2 124M | A | 4.00 | b, 2026-11-20 † |",
         "| GPT-2 124M | B | 5.00 | b, 2026-11-20 |",
     ]
+
+
+def bench_row(way, num_devices, **more):
+    common = {"commit": "a", "card": "GPU", "date": "2026-12-01", "versions": {"torch": "2.11"}, "precision": "bf16",
+              "model": "gpt2", "ms": 2.0, "ms_min": 1.0, "ms_max": 3.0, "peak_gib": [1.0, 2.0],
+              "last_loss": 4.0}  # fmt: skip
+    return {**common, "way": way, "num_devices": num_devices, **more}
+
+
+def test_steps_have_a_table_for_each_question_with_the_same_columns():
+    rows = [bench_row("bare", 1), bench_row("ddp", 2, last_loss=4.04), bench_row("dp", 2, error="mine")]
+    text = "\n".join(figures.step_tables(rows))
+    one, two = text.split("## Training steps, ")[1:]
+    assert one.count("| gpt2 | 2.00 (1.00 to 3.00) |") == 1
+    assert two.count("|  | `bare` | `ddp` | `dp` |") == 3
+    assert "| gpt2 | +0.00% | +1.00% | fails |" in two
+
+
+def test_the_page_of_models_counts_what_is_captured_and_why_not():
+    fast = {"ms": 1.0, "engine": "graphs"}
+    slow = {"ms": 2.0, "engine": "threads", "loss_difference": 0.01, "reason": "it | prints"}
+    row = {**bench_row("coverage", 1), "bare": {"ms": 4.0, "engine": ""}, "graph": {"error": "mine"}}
+    made = [{**row, "model": "b", "loop": slow, "step": slow}, {**row, "model": "a", "loop": slow, "step": fast}]
+    page = figures.coverage_page([*made, {**bench_row("coverage", 1), "not_made": "mine"}])
+    assert "2 public models" in page
+    assert "0 are captured" in page
+    assert "In 2 a loss" in page
+    assert "| `a` | 4.00 | fails | 2.00 | 1.00, captured |\n| `b` | 4.00 | fails | 2.00 | 2.00 |" in page
+    assert "| 1 | it \\| prints |" in page
