@@ -21,9 +21,9 @@ Row = dict[str, Any]
 HEAD = """# Is my model fast?
 
 {count} public models, in small, on one {card}, at commit {commit} with {versions}. {loop} are captured as CUDA graphs
-in the usual loop around `everygpu.DataParallel`, {step} by `TrainStep`. In {apart} a loss of the first 13 steps differs by
-more than 0.1% from the eager loop's. Times are milliseconds of a step. Small models show what a step costs beside the
-GPU's own work: large ones gain less. The same for your model: [`everygpu bench`](benchmarks.md).
+in the usual loop around `everygpu.DataParallel`, {step} by `TrainStep`. In {apart} a loss of the first 13 steps differs
+by more than 0.1% from the eager loop's. Times are milliseconds of a step. Small models show what a step costs beside
+the GPU's own work: large ones gain less. The same for your model: [`everygpu bench`](benchmarks.md).
 """
 
 
