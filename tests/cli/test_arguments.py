@@ -36,7 +36,7 @@ def call(monkeypatch, tmp_path):
     monkeypatch.setattr("everygpu.cli.run.launch", lambda _: (0, None))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "script.py").touch()
-    ends = {"run": [str(tmp_path / "script.py")], "bench": ["--peer", "none"], "plan": ["nowhere.py:f"]}
+    ends = {"run": [str(tmp_path / "script.py")], "bench": ["--way", "none"], "plan": ["nowhere.py:f"]}
 
     def run(seed):
         rng = random.Random(seed)

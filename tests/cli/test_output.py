@@ -43,7 +43,7 @@ pytestmark = [
 METHODS = [
     "--help",
     "--version",
-    "bench --cpu --peer single",
+    "bench --cpu --way bare",
     "checkpoint convert a.pt b.pt",
     "checkpoint show a.pt",
     "checkpoint verify ours",

@@ -46,6 +46,7 @@ def wrong():
 def plan(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts this folder first, for its own process
 
     def run(build, *arguments):
         return CliRunner().invoke(main, ["plan", build, "--gpus", "4", *arguments])

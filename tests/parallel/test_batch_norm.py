@@ -1,6 +1,7 @@
 """Batch normalisation over all replicas is that of one device on the whole batch."""
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable
 
@@ -12,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError, ModuleError, ReplicaError
-from everygpu.parallel import data_parallel
 from tests.source import say_again
 
 pytestmark = pytest.mark.usefixtures("in_threads")
+
+MODULE = importlib.import_module("everygpu.parallel.data_parallel")
+"""Not the function of that name, which the package has."""
 
 Devices = Callable[[int], list[torch.device]]
 
@@ -361,7 +364,7 @@ def test_compiled_replicas_fall_back_to_threads(caplog: pytest.LogCaptureFixture
 
 
 def test_statistics_of_shares_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    say_again(data_parallel)
+    say_again(MODULE)
     caplog.set_level(logging.INFO, logger="everygpu")
     everygpu.DataParallel(convolutional(), ["cpu"])
     everygpu.DataParallel(convolutional().eval(), ["cpu"] * 2)
@@ -371,4 +374,4 @@ def test_statistics_of_shares_are_said_once(caplog: pytest.LogCaptureFixture) ->
         everygpu.DataParallel(convolutional(), ["cpu"] * 2)
     (record,) = caplog.records
     assert "SyncBatchNorm.convert(module)" in record.message
-    say_again(data_parallel)
+    say_again(MODULE)

@@ -265,5 +265,5 @@ RESHAPING: list[Callable[[Tensor], Any]] = [
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.parametrize("change", RESHAPING)
 def test_another_shape_in_place_is_an_error(change: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(GatherError, match=r"everygpu\.gather\(out\)"):
+    with pytest.raises(GatherError, match=r"everygpu\.parallel\.gather\(out\)"):
         change(lay_out(numbers(5, C), [3, 2]))
