@@ -1,4 +1,4 @@
-"""Which public models are captured, and how fast: 250 classes in small, one row each, on one GPU.
+"""Which public models are captured, and how fast: 300 classes in small, one row each, on one GPU.
 
     python benchmarks/coverage.py --results coverage.jsonl --limit 540             # the same command goes on
     python benchmarks/coverage.py --results coverage.jsonl --part 0/8              # of eight calls, on a GPU each
@@ -263,7 +263,7 @@ def measure_model(name: str, device: torch.device) -> Row:
             row[way] = {"error": _describe(error)}
             if way == "bare":
                 return {"not_made": row[way]["error"]}
-        if way in ("loop", "step") and row[way].get("engine") != "graphs":
+        if way in ("loop", "step") and row[way].get("engine") != "capture":
             row[way]["reason"] = reasons[0] if reasons else "" if device.type == "cuda" else "no GPU"
         torch.compiler.reset()
         gc.collect()
@@ -354,7 +354,7 @@ def describe(name: str, row: Row) -> str:
     for way in WAYS_HERE[1:]:
         found = row.get(way, {})
         text = f"{found['ms']:8.2f} {found['loss_difference']:.0e}" if "ms" in found else f"{'-':>14}"
-        cells.append(text + (" captured" if found.get("engine") == "graphs" else f" {found.get('reason', '')}"[:60]))
+        cells.append(text + (" captured" if found.get("engine") == "capture" else f" {found.get('reason', '')}"[:60]))
     return "  ".join(cells)
 
 

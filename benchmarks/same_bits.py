@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.bench.runner import run_command
 from everygpu.parallel import gather
 
 MakeBatch = Callable[[int], tuple[Tensor, Tensor]]
@@ -119,20 +119,6 @@ def train(model: str, way: str, devices: list[int | str], options: argparse.Name
     }
 
 
-def run_apart(model: str, way: str, devices: str, timeout_s: float) -> dict[str, Any]:
-    """Run one variant in a process of its own."""
-    command = [sys.executable, *sys.argv, "--one", model, way, devices]
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {timeout_s:g} s"}
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", nargs="+", default=["0", "0,0"], help="lists such as 0 or 0,1")
@@ -148,10 +134,11 @@ def main() -> None:
         model, way, devices = options.one
         print(json.dumps(train(model, way, parse_devices(devices), options)))
         return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for the processes
     for model, way in itertools.product(options.models, options.ways):
         hashes = []
         for devices in options.devices:
-            found = run_apart(model, way, devices, options.timeout)
+            found = run_command([sys.executable, *sys.argv, "--one", model, way, devices], options.timeout)
             hashes.append(found.get("sha256"))
             print(json.dumps({"model": model, "way": way, "devices": devices, **found}), flush=True)
         verdict = "unknown" if None in hashes else "the same" if len(set(hashes)) == 1 else "NOT the same"

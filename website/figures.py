@@ -76,7 +76,7 @@ def _loss(row: Row, bare: Row) -> str:
 def coverage_page(rows: list[Row]) -> str:
     """Write the page of all models that can be made, and how often each reason came."""
     made = sorted((row for row in rows if "bare" in row), key=lambda row: row["model"])
-    captured = {way: sum(row[way].get("engine") == "graphs" for row in made) for way in ("loop", "step")}
+    captured = {way: sum(row[way].get("engine") == "capture" for row in made) for way in ("loop", "step")}
     reasons = Counter(row["step"].get("reason") or row["step"].get("error") for row in made)
     del reasons[None]
     apart = sum(any(row[way].get("loss_difference", 0) > 1e-3 for way in captured) for row in made)
@@ -95,7 +95,7 @@ def coverage_page(rows: list[Row]) -> str:
 def _time(found: Row) -> str:
     if "ms" not in found:
         return "fails"
-    return f"{found['ms']:.2f}" + (", captured" if found["engine"] == "graphs" else "")
+    return f"{found['ms']:.2f}" + (", captured" if found["engine"] == "capture" else "")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ def row(way, num_devices, samples, **more):
     ms = 1e3 * 16 * num_devices / samples
     return {
         "commit": "a", "card": "NVIDIA H200", "model": "gpt2", "way": way, "num_devices": num_devices, "rows": None,
-        "precision": "bf16", "engine": "graphs" if way == "step" else "", "ms": ms, "ms_min": ms * 0.9,
+        "precision": "bf16", "engine": "capture" if way == "step" else "", "ms": ms, "ms_min": ms * 0.9,
         "ms_max": ms * 1.2, "samples_per_s": samples, "peak_gib": [3.0, 2.5][:num_devices], "last_loss": 2.0, **more,
     }  # fmt: skip
 
@@ -45,7 +45,7 @@ def test_lines_are_below_their_heads():
     line = describe_row(DDP, [BARE])
     assert " ".join(line.split()) == "ddp - 200.00 (180.00-240.00) 160 80.0% 3.00 (2.50) 0.50%"
     assert line.index("160") + 3 == head.index("samples/s") + len("samples/s")
-    assert describe_row(row("step", 2, 9.0, peak_gib=[]), []).split()[:2] == ["step", "graphs"]
+    assert describe_row(row("step", 2, 9.0, peak_gib=[]), []).split()[:2] == ["step", "capture"]
     assert describe_row(FAILED, []).split() == ["dp", "ValueError:", "mine"]
 
 

@@ -98,7 +98,7 @@ def test_steps_have_a_table_for_each_question_with_the_same_columns():
 
 
 def test_the_page_of_models_counts_what_is_captured_and_why_not():
-    fast = {"ms": 1.0, "engine": "graphs"}
+    fast = {"ms": 1.0, "engine": "capture"}
     slow = {"ms": 2.0, "engine": "threads", "loss_difference": 0.01, "reason": "it | prints"}
     row = {**bench_row("coverage", 1), "bare": {"ms": 4.0, "engine": ""}, "graph": {"error": "mine"}}
     made = [{**row, "model": "b", "loop": slow, "step": slow}, {**row, "model": "a", "loop": slow, "step": fast}]

@@ -228,7 +228,7 @@ WAYS = {
 
 
 def engine_in_use(net: Any) -> str:
-    """Name the engine that ran last: ``"threads"``, ``"graphs"``, …; ``""`` for what has none."""
+    """Name the engine that ran last: ``"threads"``, ``"capture"``, …; ``""`` for what has none."""
     if isinstance(net, everygpu.TrainStep):
         return net.stats().engine
     return net.engine_in_use if isinstance(net, everygpu.DataParallel) else ""
