@@ -8,6 +8,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 SETUPS = Path(__file__).parent / "setups"
@@ -52,10 +55,11 @@ def run_page(name: str, *, only: Sequence[str] = ()) -> dict[str, Any]:
     if only:
         sections = sections_of(text)
         text = "".join(sections[heading] for heading in only)
-    for number, (title, code) in enumerate(blocks(text), 1):
-        compiled = compile(code, f"<{name}.md, block {number}>", "exec")
-        if not title.startswith("before"):
-            exec(compiled, names)
+    with mock.patch.object(nn, "DataParallel", nn.DataParallel):  # put back after pages that replace it
+        for number, (title, code) in enumerate(blocks(text), 1):
+            compiled = compile(code, f"<{name}.md, block {number}>", "exec")
+            if not title.startswith("before"):
+                exec(compiled, names)
     return names
 
 
