@@ -13,7 +13,7 @@ from tests.source import ROOT
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 PAGE = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
-NOT_RUN = "not run"
+UNTESTED = "untested"
 WHOLE = "whole suite"
 
 
@@ -31,7 +31,7 @@ def rows_of(page):
 
 ROWS = rows_of(PAGE)
 """Python, torch, where, what ran, and how it ended."""
-RUN = [row for row in ROWS if row[3] != NOT_RUN]
+RUN = [row for row in ROWS if row[3] != UNTESTED]
 
 
 def numbers_of(version):
