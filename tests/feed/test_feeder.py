@@ -17,6 +17,11 @@ from everygpu.parallel import ShardedBatch, gather
 from tests.feed.loaders import CPU, batches, feeder_threads, numbered, values
 from tests.parallel.oracle import TOLERANCE, Mlp, pair, rows, score
 
+
+def repr_of(value):
+    return type(value).__name__ if not isinstance(value, (str, dict)) else str(value)
+
+
 PROPERTY = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -267,26 +272,40 @@ def test_grad_mode_of_the_loop_does_not_matter():
     assert torch.stack([gather(x) for x in out]).mean() == 0.5
 
 
+@pytest.mark.parametrize(
+    "target", ["gpu0", nn.Linear, 1.5, torch.optim.SGD([torch.ones(1)]), DataLoader([1]), torch.ones(3)], ids=repr_of
+)
+def test_what_is_no_target_is_named_by_its_class(target):
+    with pytest.raises(DeviceError) as caught:
+        Feeder([], target)
+    assert len(str(caught.value)) < 200
+
+
+NO_SEED, NO_NUMBER = "is no seed. Pass a whole number from 0 to", "prefetch counts batches, from 0"
+NO_LOADER, A_DATASET = r"^Feeder: \w+ is no iterable of batches. Pass", "is a dataset, whose items would be taken for"
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        *(([], {"prefetch": prefetch}, NO_NUMBER) for prefetch in (-1, 1.5)),
+        *(([], {"timeout": 0, "prefetch": prefetch}, NO_NUMBER) for prefetch in (0, 2)),
+        ([], {"timeout": 1, "prefetch": 0}, NO_NUMBER),
+        *(([], {"seed": seed}, NO_SEED) for seed in (-1, 2**63, 1.0, True)),
+        *((loader, {}, NO_LOADER) for loader in (None, 5, DataLoader, nn.Sequential(nn.Linear(3, 2)))),
+        *((dataset, {}, A_DATASET) for dataset in (TensorDataset(torch.arange(3.0)), Counted())),
+    ],
+    ids=repr_of,
+)
+def test_mistakes(loader, options, message):
+    with pytest.raises(OptionError, match=message):
+        Feeder(loader, "cpu", **options)
+
+
 def test_any_target_and_any_iterable():
     for target in (nn.Linear(3, 2), nn.Identity(), "cpu"):
         assert Feeder([], target).devices == [CPU]
     assert Feeder([]).devices == everygpu.devices.parse.parse_devices(None)
-    for target in ("gpu0", nn.Linear, 1.5, torch.optim.SGD([torch.ones(1)]), DataLoader([1]), torch.ones(3)):
-        with pytest.raises(DeviceError) as caught:
-            Feeder([], target)
-        assert len(str(caught.value)) < 200
-    for options in ({"prefetch": -1}, {"prefetch": 1.5}, {"timeout": 0}, {"timeout": 1, "prefetch": 0}):
-        with pytest.raises(OptionError, match="prefetch counts batches, from 0"):
-            Feeder([], "cpu", **options)
-    for seed in (-1, 2**63, 1.0, True):
-        with pytest.raises(OptionError, match="is no seed. Pass a whole number from 0 to"):
-            Feeder([], "cpu", seed=seed)
-    for loader in (None, 5, DataLoader, nn.Sequential(nn.Linear(3, 2))):
-        with pytest.raises(OptionError, match=r"^Feeder: \w+ is no iterable of batches. Pass"):
-            Feeder(loader, "cpu")
-    for loader in (TensorDataset(torch.arange(3.0)), Counted()):
-        with pytest.raises(OptionError, match="is a dataset, whose items would be taken for batches"):
-            Feeder(loader, "cpu")
     made = []
     feeder = Feeder((made.append(i) or torch.full((2,), i) for i in itertools.count()), "cpu", prefetch=0)
     with pytest.raises(TypeError):

@@ -25,6 +25,7 @@ import everygpu
 from everygpu import Feeder
 from everygpu.errors import CheckpointMismatchError, OptionError
 from tests.feed.loaders import Peeking
+from tests.site.running import blocks, page_path, sections_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -253,6 +254,16 @@ def test_the_seed():
     torch.manual_seed(1)
     first = orders(LOADERS["by a generator"])
     assert first == orders(LOADERS["by a generator"]), "that generator decides"
+
+
+def test_a_plain_loop_can_be_compared_by_the_recipe():
+    recipe = sections_of(page_path("feeding").read_text("utf-8"))["Check that I get the same numbers"]
+    code = blocks(recipe)[0][1].replace("break", "seen.append(x.tolist())")
+    names = {"everygpu": everygpu, "loader": DataLoader(TensorDataset(torch.arange(20), torch.arange(20)), 3, True)}
+    names |= {"model": torch.nn.Linear(1, 1), "seen": []}
+    exec(code, names)
+    assert names["seen"][:7] == names["seen"][7:]
+    assert sorted(i for x in names["seen"][:7] for i in x) == list(range(20))
 
 
 def test_what_the_loop_draws_is_its_own():

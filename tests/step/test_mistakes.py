@@ -1,5 +1,7 @@
 """What people get wrong in a training step and a batch: a typed error says what to do."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -25,13 +27,25 @@ def make(net: nn.Module, num_replicas: int) -> everygpu.TrainStep:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_step_says_what_is_wrong(num_replicas: int) -> None:
-    with pytest.raises(CallError, match=r"Linear\.forward doesn't take 2\. Write step\(x, y\)"):
-        make(nn.Linear(4, 2), num_replicas)((X, Y))
-    with pytest.raises(LossError, match="the model returned None. Return its output"):
-        make(Nothing(), num_replicas)(X, Y)
-    with pytest.raises(LossError, match="the loss takes no gradient: all parameters .* are frozen"):
-        make(nn.Linear(4, 2).requires_grad_(False), num_replicas)(X, Y)
+@pytest.mark.parametrize(
+    ("net", "batch", "error", "message"),
+    [
+        (nn.Linear(4, 2), ((X, Y),), CallError, r"Linear\.forward doesn't take 2\. Write step\(x, y\)"),
+        (Nothing(), (X, Y), LossError, "the model returned None. Return its output"),
+        (
+            nn.Linear(4, 2).requires_grad_(False),
+            (X, Y),
+            LossError,
+            "the loss takes no gradient: all parameters .* are frozen",
+        ),
+    ],
+    ids=["a batch in one argument", "no output", "frozen"],
+)
+def test_a_step_says_what_is_wrong(
+    net: nn.Module, batch: tuple[Any, ...], error: type[Exception], message: str, num_replicas: int
+) -> None:
+    with pytest.raises(error, match=message):
+        make(net, num_replicas)(*batch)
 
 
 def test_an_error_of_the_model_s_own_stays() -> None:
@@ -56,9 +70,12 @@ def test_a_list_of_images_of_one_size_goes_into_rows() -> None:
         model(images, torch.zeros(16))
 
 
-def test_a_misspelt_split_and_a_gpu_that_is_not_there() -> None:
+def test_a_misspelt_split() -> None:
     with pytest.raises(OptionError, match=r"got 'evn'\. Did you mean 'even'\?"):
         everygpu.DataParallel(nn.Linear(4, 2), ["cpu"] * 2, split="evn")
-    if not torch.cuda.is_available():
-        with pytest.raises(DeviceError, match="^No CUDA for the device 0"):
-            everygpu.DataParallel(nn.Linear(4, 2), [0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU 0")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(DeviceError, match="^No CUDA for the device 0"):
+        everygpu.DataParallel(nn.Linear(4, 2), [0])
