@@ -20,10 +20,10 @@ Row = dict[str, Any]
 
 HEAD = """# Is my model fast?
 
-{count} public models, in small, on one {card}, at commit {commit} with {versions}. {loop} are captured as CUDA graphs
-in the usual loop around `everygpu.DataParallel`, {step} by `TrainStep`. In {apart} a loss of the first 13 steps differs
-by more than 0.1% from the eager loop's. Times are milliseconds of a step. Small models show what a step costs beside
-the GPU's own work: large ones gain less. The same for your model: [`everygpu bench`](benchmarks.md).
+This page has {count} public models, in small versions, on one {card}, at commit {commit} with {versions}. {loop} are
+captured as CUDA graphs in the usual loop around `everygpu.DataParallel`, and {step} with `TrainStep`. In {apart} a loss
+of the first 13 steps differs from the eager loop's by more than 0.1%. Times are milliseconds per step. Small models
+show the overhead of a step; large models gain less. Measure your own with [`everygpu bench`](benchmarks.md).
 """
 
 

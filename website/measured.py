@@ -4,6 +4,7 @@ python -m website.measured
 """
 
 import json
+import re
 import string
 import sys
 from collections.abc import Iterable
@@ -21,9 +22,10 @@ Row = dict[str, Any]
 
 HEAD = """# Measured
 
-The figures that README and these pages cite, from `benchmarks/results/*.json`; `python -m website.measured` writes this
-page. A step's time is the median, with the least and the most in brackets, in milliseconds. Machines differ: compare
-within a line. [Benchmarks](benchmarks.md) measures your machine. †: not measured again since, and the code has changed.
+README and the other pages cite these figures. `python -m website.measured` writes this page from
+`benchmarks/results/*.json`. A step's time is the median in milliseconds, with the least and the most in brackets.
+Machines differ, so compare within a line. [Benchmarks](benchmarks.md) measures your machine. † means that the code has
+changed since, and that the row was not measured again.
 """
 
 ENGINES = ("capture", "graphs", "threads", "compile")
@@ -33,8 +35,8 @@ TITLES = {
     "checkpoints": "Checkpoints",
     "faults": "Faults",
     "costs": "What safety costs",
-    "ranks": "A process for each GPU",
-    "one-gpu": "One GPU, models that nobody tuned for",
+    "ranks": "One process per GPU",
+    "one-gpu": "One GPU, models that everygpu wasn't tuned for",
     "sharded": "Models larger than one GPU",
 }
 """The sections of the page, in this order; what other files have is cited nowhere."""
@@ -81,13 +83,13 @@ ROWS = {
     "ddp": "DDP",
     "loop": "DataParallel",
     "threads": "DataParallel, threads",
-    "graphs": "DataParallel, graphs",
+    "graphs": "DataParallel, captured",
     "step": "TrainStep",
     "step_eager": "TrainStep, not captured",
     "step_compiled": "TrainStep, compiled",
-    "fsdp_to_fsdp2": "speed, beside FSDP2 by hand",
-    "held_bytes": "held between steps",
-    "peak_bytes": "most",
+    "fsdp_to_fsdp2": "speed relative to FSDP2 by hand",
+    "held_bytes": "memory between steps",
+    "peak_bytes": "peak memory",
 }
 
 
@@ -145,7 +147,12 @@ def place(row: str) -> int:
 
 def workload_name(workload: str) -> str:
     model, colon, what = workload.partition(":")
-    return WORKLOADS.get(model, model) + colon + what
+    return WORKLOADS.get(model, model) + colon + with_words_of_today(what)
+
+
+def with_words_of_today(text: str) -> str:
+    """Say capture where older results say graphs, or that a step is recorded."""
+    return re.sub(r"\b(graphs|recorded)\b", "captured", text)
 
 
 def column_name(row: str) -> str:
@@ -163,7 +170,7 @@ def cell(row: Row) -> str:
         text += between(row, "least", "most", "g")
     # Of the loop as it is, the note is the engine it chose.
     has_note = row["note"] and ("value" in row or row["row"].startswith("loop") or row["note"] not in ENGINES)
-    return f"{text}, {row['note']}" if has_note else text
+    return f"{text}, {with_words_of_today(row['note'])}" if has_note else text
 
 
 def between(row: Row, least: str, most: str, form: str) -> str:
