@@ -20,10 +20,11 @@ Row = dict[str, Any]
 
 HEAD = """# Is my model fast?
 
-This page has {count} public models, in small versions, on one {card}, at commit {commit} with {versions}. {loop} are
-captured as CUDA graphs in the usual loop around `everygpu.DataParallel`, and {step} with `TrainStep`. In {apart} a loss
-of the first 13 steps differs from the eager loop's by more than 0.1%. Times are milliseconds per step. Small models
-show the overhead of a step; large models gain less. Measure your own with [`everygpu bench`](benchmarks.md).
+This page has {count} public models, in small versions, on one {card}, at commit {commit} with {versions}.
+{loop} are captured as CUDA graphs in the usual loop around `everygpu.DataParallel`, and {step} with `TrainStep`.
+In {apart} a loss of the first 13 steps differs from the eager loop's by more than 0.1%. Times are milliseconds per
+step. Small models show the overhead of a step; large models gain less. Measure your own with
+[`everygpu bench`](benchmarks.md).
 """
 
 
