@@ -1,5 +1,6 @@
 """A training step on several ranks is that of one device on the whole batch."""
 
+import contextlib
 import copy
 import logging
 
@@ -11,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import CallError, OptimizerError
+from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.ranks.group import init_group
-from everygpu.step.sharded_update import FIRST_ASKED
+from everygpu.step.flat_parameters import FlatParameters
+from everygpu.step.sharded_update import FIRST_ASKED, RankSums
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -293,3 +296,31 @@ def test_accumulated_batches_count_by_what_is_counted():
     F.cross_entropy(nets[1](x), y).backward()
     optimizer.step()
     torch.testing.assert_close(nets[0].weight, nets[1].weight)
+
+
+class TestSumsOfRanks:
+    @pytest.mark.parametrize("in_own_leaves", [False, True], ids=["eager", "captured"])
+    def test_begin_while_backward_goes_on(self, in_own_leaves):
+        """A capture goes backward to leaves of its own, whose gradients count as the parameters'."""
+        log = []
+
+        class Ranks:
+            def all_reduce(self, flat):
+                log.append("sum")
+                return lambda: None
+
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        flat_params = FlatParameters(list(net.parameters()), [torch.device("cpu")], bucket_bytes=64)
+        sums = RankSums(Ranks(), flat_params)
+        x = torch.randn(3, 4, requires_grad=True)
+        x.register_hook(lambda _: log.append("inputs"))
+        with contextlib.ExitStack() as stack:
+            if in_own_leaves:
+                (leaves,) = stack.enter_context(flat_params.in_new_leaves())
+                stack.enter_context(in_place_of(net, leaves))
+            flat_params.attach_grads()
+            loss = net(x).sum()
+            with sums.adding_up(loss):
+                loss.backward()
+        assert log.count("sum") == len([plan for plan in flat_params.plans if plan.numel]) > 1
+        assert log.index("inputs") > 0

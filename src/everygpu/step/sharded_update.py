@@ -63,13 +63,12 @@ class RankSums:
     def __init__(self, group: Group, flat_params: FlatParameters) -> None:
         self._group = group
         self._device = flat_params.devices[0]
-        self._params = flat_params.params
+        self._flat_params = flat_params
         filled = [(plan, flat) for plan, (flat,) in zip(flat_params.plans, flat_params.grads) if plan.numel]
         self._buckets = [FlatBucket(flat, len(plan.slots)) for plan, flat in filled]
+        # One without elements has none.
         self._bucket_of = {
-            id(self._params[slot.index]): bucket
-            for (plan, _), bucket in zip(filled, self._buckets)
-            for slot in plan.slots
+            slot.index: bucket for (plan, _), bucket in zip(filled, self._buckets) for slot in plan.slots
         }
 
     @contextmanager
@@ -78,11 +77,10 @@ class RankSums:
         for bucket in self._buckets:
             bucket.begin()
         queue = BucketQueue(self._group, lambda: self._buckets, None)
-        found = [(p, self._bucket_of.get(id(p))) for p in self._params]  # one without elements has none
+        leaves = self._flat_params.params  # a capture's own, while one is made
         handles = [
-            p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: queue.on_grad(bucket))  # type: ignore[no-untyped-call]
-            for p, bucket in found
-            if bucket is not None
+            leaves[i].register_post_accumulate_grad_hook(lambda _, bucket=bucket: queue.on_grad(bucket))  # type: ignore[no-untyped-call]
+            for i, bucket in self._bucket_of.items()
         ]
         try:
             with noting_task(queue, loss):
