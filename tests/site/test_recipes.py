@@ -14,7 +14,8 @@ def test_figures_go_into_a_csv_file(monkeypatch, tmp_path):
     """Train for 100 steps of a tiny model, and log twice."""
     monkeypatch.chdir(tmp_path)
     model = everygpu.DataParallel(torch.nn.Linear(4, 3), ["cpu"] * 2)
-    step = everygpu.TrainStep(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = everygpu.TrainStep(model, torch.nn.CrossEntropyLoss(), optimizer, clip_norm=1.0)
     loader = DataLoader(TensorDataset(torch.randn(200, 4), torch.randint(0, 3, (200,))), batch_size=2)
     with open("steps.csv", "w", newline="", buffering=1) as file:
         names = {"csv": csv, "open": lambda *_, **__: file, "everygpu": everygpu, "step": step, "loader": loader}

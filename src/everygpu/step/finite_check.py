@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.errors import NonFiniteError
+from everygpu.parallel.replicas.module_tree import modules_of
 from everygpu.torch_private.core import NormBase, foreach_copy_
 
 logger = logging.getLogger("everygpu")
@@ -139,7 +140,7 @@ Kept = list[tuple[list[Tensor], Tensor]]
 @torch.no_grad()
 def keep_statistics(roots: Iterable[nn.Module], devices: Collection[torch.device]) -> Kept:
     """Copy the statistics of layers in training mode, on the devices: elsewhere something would wait for the loss."""
-    layers = [m for root in roots for m in root.modules() if isinstance(m, NormBase) and m.training]
+    layers = [m for m in modules_of(roots) if isinstance(m, NormBase) and m.training]
     found = {id(t): t for m in layers for t in (m.running_mean, m.running_var) if t is not None}
     groups = defaultdict(list)
     for t in found.values():

@@ -42,7 +42,7 @@ from everygpu.step.options import (
     wrap_model,
 )
 from everygpu.step.replica_check import make_check
-from everygpu.step.update import LossScale, Shares, clip_factor, find_inf, multiply, norms_of
+from everygpu.step.update import LossScale, clip_factor, find_inf, multiply
 
 logger = logging.getLogger("everygpu")
 
@@ -71,8 +71,8 @@ class StepStats:
     loss: float
     """Of the last batch."""
     grad_norm: float
-    """Of the whole gradient at the last update, before clipping; nan after a captured step without ``clip_norm``:
-    ``clip_norm=math.inf`` has it computed."""
+    """Of the whole gradient at the last update, before clipping; nan without ``clip_norm``. ``clip_norm=math.inf`` has
+    it computed and clips nothing."""
     num_steps: int
     """Updates so far, those skipped included."""
     num_skipped: int
@@ -175,8 +175,6 @@ class TrainStep:
         """Of the batches of this update, which is left out where one isn't finite."""
         self._norm: Tensor | None = None
         """Of the last gradient, before it was clipped, where that was computed."""
-        self._norms: Shares = []
-        """Where that was not computed, the norm of each of its parts."""
         self._made = torch.full((), UpdateStatus.APPLIED, dtype=torch.float32, device=self._home)
         self._finite_check = FiniteCheck(self._home, rule=on_nonfinite)
         self._replica_check = make_check(self.model, self._strategy, check_every)
@@ -271,11 +269,9 @@ class TrainStep:
     def stats(self) -> StepStats:
         """Return the figures of the last step; waits for the device."""
         self._finite_check.wait()
-        if self._norms:
-            self._norm, self._norms = self._strategy.norm(self._norms), []
         return StepStats(
             loss=self._last_loss.item(),
-            grad_norm=float("nan") if self._norm is None else self._norm.item(),
+            grad_norm=float("nan") if self._norm is None or self.clip_norm is None else self._norm.item(),
             num_steps=self._num_steps,
             num_skipped=self._finite_check.num_skipped,
             engine="capture" if self._was_replayed else self.model.engine_in_use,
@@ -381,11 +377,8 @@ class TrainStep:
         norm = self._norm = self._strategy.norm(shares) if needs_norm else None
         if norm is not None and self.clip_norm is not None:
             multiply(shares, clip_factor(norm, self.clip_norm))
-        # Now: the optimizer may write to gradients, and others may after it.
-        is_open = norm is None and not self._strategy.asks_ranks
-        self._norms = [norms_of(grads) for grads in shares] if is_open else []
         if norm is None and looks:
-            found_inf = find_inf(self._norms, self._made)
+            found_inf = find_inf(shares, self._made)
         status = None if losses is None else self._judge(losses, found_inf)
         if status is not None:
             found_inf = torch.ne(status, UpdateStatus.APPLIED, out=torch.empty_like(status))
@@ -410,7 +403,6 @@ class TrainStep:
     def _finish_replayed(self, status: Tensor, norm: Tensor | None) -> None:
         """Take note of an update that a capture has queued, and of its norm where that had to be known."""
         self._num_steps += 1
-        self._norms = []
         self._norm = None if norm is None else norm.clone()  # a capture's own is written anew by each replay
         if self._finite_check.is_on:
             self._finite_check.submit(self._num_steps, status)

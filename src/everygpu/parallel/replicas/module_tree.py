@@ -3,7 +3,7 @@
 import itertools
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,6 +85,18 @@ class _Flat(NamedTuple):
 def _flatten(tables: Sequence[Table]) -> _Flat:
     filled = list(filter(None, tables))  # most are empty
     return _Flat(list(map(len, tables)), list(_chain(filled)), list(_chain(map(dict.values, filled))))
+
+
+def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """List the modules of some trees, each once: in less than half the time of ``Module.modules``."""
+    found: dict[int, nn.Module] = {}
+    left: list[nn.Module | None] = list(roots)
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            left += module._modules.values()
+    return list(found.values())
 
 
 def is_dense(t: Tensor) -> bool:
