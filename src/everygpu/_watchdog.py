@@ -197,7 +197,7 @@ class Threads:
 
     def __init__(self) -> None:
         # Until 3.11.9, Python may collect garbage while it makes the frames of other threads. Where a finalizer lets
-        # them go on, the process deadlocks, or reads frames that are gone (CPython's issues 106883, 111363).
+        # them run on, the process deadlocks, or reads frames that are gone (CPython's issues 106883, 111363).
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""Flat buffers copied to every device, and added up on one."""
+"""Flat buffers copied to every device, and summed on one."""
 
 import contextlib
 from types import SimpleNamespace

@@ -52,7 +52,7 @@ def test_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.Monkey
                     EVERYGPU.save(tmp_path / "ckpt", Weights(2))
                     if calls == failures:
                         break
-                    EVERYGPU.save(tmp_path / "ckpt", Weights(1))  # filelock goes on without its folder
+                    EVERYGPU.save(tmp_path / "ckpt", Weights(1))  # filelock continues without its folder
                 except CheckpointError as error:
                     assert is_disk_error(error)  # noqa: PT017
                     errors += 1

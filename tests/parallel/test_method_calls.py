@@ -118,7 +118,7 @@ class TestAsForward:
         model(x).sum().backward()
         out["hidden"].sum().backward()
         assert model.scale.grad == 20
-        torch.testing.assert_close(model.call_method("loss", x).mean().cpu(), torch.tensor(4.0))  # weighed by rows
+        torch.testing.assert_close(model.call_method("loss", x).mean().cpu(), torch.tensor(4.0))  # weighted by rows
         with torch.no_grad():
             model.scale.fill_(5.0)
         torch.testing.assert_close(everygpu.parallel.gather(model.call_method("encode", x)["hidden"]), x * 5)

@@ -231,7 +231,7 @@ def changed_shares(self, inputs, kwargs, device_ids):
 
 
 class TestRows:
-    """Losses per replica are weighed by rows where the shares are ours."""
+    """Losses per replica are weighted by rows where the shares are ours."""
 
     x = torch.arange(5.0)[:, None]
 

@@ -174,7 +174,7 @@ def reached_by(terms):
 
 
 def expect(program, backward, models, rank_of):
-    """Go backward on one device: each forward's rows count alike; what is used outside counts by ranks."""
+    """Go backward on one device: each forward's rows count equally; what is used outside counts by ranks."""
     batches = batches_of(backward)
     num_ranks = len(backward["rows"][0])
     outside = copy.deepcopy(models)

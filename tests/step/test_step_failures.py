@@ -130,8 +130,8 @@ def test_an_optimizer_of_another_model_is_refused(wrap: Any) -> None:
 
 def test_an_optimizer_of_what_is_around_a_frozen_model() -> None:
     """Of the loss's own parameters, with any model; of an input's, with a model that takes no gradients."""
-    weighed, prompt = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
-    everygpu.TrainStep(everygpu.DataParallel(Net(), ["cpu"]), weighed, torch.optim.SGD(weighed.parameters()))
+    weighted, prompt = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+    everygpu.TrainStep(everygpu.DataParallel(Net(), ["cpu"]), weighted, torch.optim.SGD(weighted.parameters()))
     frozen = everygpu.DataParallel(Net().requires_grad_(False), ["cpu"])
     everygpu.TrainStep(frozen, F.cross_entropy, torch.optim.SGD([prompt]))
 
@@ -285,10 +285,10 @@ def test_a_weight_gets_inputs_and_targets_and_its_own_error_stays() -> None:
 def test_a_weight_that_only_the_model_has_is_not_passed_over() -> None:
     net = Net()
     optimizer = OPTIMIZERS["SGD"](net.parameters())
-    weighed = everygpu.DataParallel(net, ["cpu"] * 2, weight=lambda x: len(x))
+    weighted = everygpu.DataParallel(net, ["cpu"] * 2, weight=lambda x: len(x))
     with pytest.raises(OptionError, match=r"weight must be passed to the step.*TrainStep\(\.\.\., weight=\.\.\.\)"):
-        everygpu.TrainStep(weighed, F.cross_entropy, optimizer)
-    everygpu.TrainStep(weighed, F.cross_entropy, optimizer, weight=lambda x, y: len(x))
+        everygpu.TrainStep(weighted, F.cross_entropy, optimizer)
+    everygpu.TrainStep(weighted, F.cross_entropy, optimizer, weight=lambda x, y: len(x))
 
 
 def test_a_model_that_returns_its_loss_second_is_told_to_return_it_first() -> None:

@@ -2,7 +2,7 @@
 
 JSON has no tuples, no keys but strings, no nan and no bytes. Those become an object with a single key that
 begins with ``$``; a dict of the user's with such a key, or one that is no string, becomes a list of pairs.
-Subclasses come back as the type they derive from, but for OrderedDict and Counter. Equal views are put aside once.
+Subclasses come back as the type they derive from, except OrderedDict and Counter. Equal views are stored once.
 """
 
 import base64

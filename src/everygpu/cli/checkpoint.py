@@ -123,7 +123,7 @@ def tensors_of(contents: "Contents") -> "dict[str, Tensor]":
 
 
 def grow(tensors: "Mapping[str, Tensor]") -> Node:
-    """Sort tensors into the modules their names tell of, and add up."""
+    """Group tensors by the modules in their names, and sum their sizes."""
     from everygpu.checkpoint.values import identity
 
     root = Node()

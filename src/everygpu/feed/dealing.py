@@ -81,7 +81,7 @@ class Dealing:
         """For each batch that was cut but not taken yet, whether this rank has no rows in it."""
 
     def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
+        """Cut the lists of indices that a batch sampler gives; a batch without rows keeps one index."""
         for whole in batches:
             indices = list(whole)
             own = indices[self._share(len(indices))]

@@ -140,7 +140,7 @@ class _Shared:
     is_parted = False
     """Whether several replicas, or ranks, have normalised together: a part of them can't do it again by itself."""
 
-    def __reduce__(self) -> Any:  # a copy begins anew
+    def __reduce__(self) -> Any:  # a copy starts fresh
         return _Shared, ()
 
 
@@ -157,7 +157,7 @@ def _normalize_together(eps: float, shared: _Shared, inputs: list[ReplicaInput])
         size = [1, *xs[0].shape[1:]]
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
     if group is not None and xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        raise CaptureError("SyncBatchNorm adds up over several processes, which no capture does.")
+        raise CaptureError("SyncBatchNorm all-reduces over processes, which can't be captured.")
     if group is None and len(xs) == 1:  # torch's own node, which can be differentiated twice
         with torch.no_grad():
             mean, var = _statistics(xs)

@@ -69,7 +69,7 @@ class Use:
 
 
 def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
-    """Copy tensors of one dtype into views of flat memory, at once; where there is none, the memory stays as it is."""
+    """Copy tensors of one dtype into views of flat memory in one call; memory of missing tensors is unchanged."""
     pairs = [(view, t) for view, t in zip(views, tensors) if t is not None]
     if pairs:
         with torch.no_grad():
@@ -120,7 +120,7 @@ def new_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
-    """Have tensors be in their slots again, without a copy, where ``t.data = …`` has moved them."""
+    """Point tensors at their slots again, without a copy, after ``t.data = …`` has moved them."""
     now, then = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, slots))
     for t, slot, address, place in zip(tensors, slots, now, then) if now != then else ():
         if address != place:
@@ -227,7 +227,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Lay parameters out in buckets, in the order in which backward usually finishes them: the last ones first."""
     backwards = range(len(params))[::-1]
-    if whole:  # so that chunks of a bucket come out alike
+    if whole:  # so that the chunks of a bucket have equal sizes
         limit_bytes = max(limit_bytes, num_chunks * max((p.nbytes for p in params), default=0))
     return [
         plan_bucket(params, members, num_chunks, together=together, whole=whole)
@@ -251,7 +251,7 @@ def plan_bucket(
         members: Which of them, in order, as indices.
         num_chunks: Devices that share the work.
         together: They lie side by side in one storage, as a recurrent layer's weights, and stay so.
-        whole: Each parameter is in one chunk: they are dealt out by size, or if ``together`` all in the first.
+        whole: Each parameter is in one chunk: they are distributed by size, or if ``together`` all in the first.
         unit: Parameters begin at, and chunks are whole multiples of so many elements.
     """
     tensors = [params[i] for i in members]
@@ -313,7 +313,7 @@ def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit
 def group_by_storage(
     tensors: Sequence[Tensor], which: Sequence[int], limit_bytes: int
 ) -> Iterator[tuple[list[int], bool]]:
-    """Yield the indices of tensors that can travel together, and whether they lie in one storage that is to be kept."""
+    """Yield the indices of tensors that can be sent together, and whether they share one storage that must be kept."""
     owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
     for i in which:
         t = tensors[i]
@@ -339,7 +339,7 @@ def _fill_storage(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBucket:
-    """Parameters of one dtype that several devices keep a copy of from one step to the next, laid out alike."""
+    """Parameters of one dtype that several devices keep a copy of from one step to the next, in the same layout."""
 
     plan: BucketPlan
     params: Mapping[int, Tensor]
@@ -350,7 +350,7 @@ class KeptBucket:
     """Whether they are side by side on the primary device."""
 
     def memory(self) -> list[Tensor]:
-        """Return each copy's flat memory, the primary's first; made anew there if parameters aren't side by side."""
+        """Return each copy's flat memory, the primary's first; copied if its parameters aren't contiguous."""
         if self.is_flat:
             return self.flats
         end = max(slot.start + slot.numel for slot in self.plan.slots)
@@ -379,7 +379,7 @@ def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]
 
 
 def keep_requires_grad(x: Tensor) -> torch.set_grad_enabled:
-    """Record what is made of an input that takes a gradient, also under ``no_grad``: the parts take one too."""
+    """Enable gradients for the parts of an input that requires one, also under ``no_grad``."""
     return torch.set_grad_enabled(
         torch.is_grad_enabled() or (x.requires_grad and not torch.is_inference_mode_enabled())
     )
@@ -448,12 +448,12 @@ class BroadcastBucket:
     originals: what graphs and users still hold of earlier forwards stays as it was.
 
     Args:
-        originals: At least one tensor, all of one dtype and alike in ``requires_grad``; on ``device``.
+        originals: At least one tensor, all of one dtype and equal in ``requires_grad``; on ``device``.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
         fixed: Send to the same addresses, as CUDA graphs need it, unless they take gradients: a backward through other
             values than those of its forward is torch's error then.
-        keeps: Take note of what was sent, for ``current_copies``.
-        trusts_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
+        keeps: Remember what was sent, for ``current_copies``.
+        trusts_versions: Refresh only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
         num_together: So many neighbours, ``device`` among them, share one copy, and all gradients are added up by a
             tree over their places; 0 for a copy each.
@@ -599,7 +599,7 @@ class _Copy:
         self._memory: list[Tensor] = []
 
     def take(self, originals: Sequence[Tensor]) -> None:
-        """Note what is sent, and tell autograd which slots were: a backward through other values is torch's error."""
+        """Note what is sent, and mark the slots as written: a backward through old values is torch's error."""
         self.is_valid = False  # until it is sent
         versions, before = versions_of(originals), zip(self._originals, self._versions, self._memory)
         written = [
@@ -631,7 +631,7 @@ class _Broadcast(torch.autograd.Function):
         ctx.bucket = bucket
         ctx.width = len(originals)
         ctx.streams = Streams(bucket.device, *(bucket.devices[i] for i in replicas))
-        # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
+        # Autograd runs a node where its first output is: this one makes it sum on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
         return anchor, *itertools.chain.from_iterable(stand_ins(originals, slots))
@@ -641,7 +641,7 @@ class _Broadcast(torch.autograd.Function):
         rows = [grads[i : i + ctx.width] for i in range(0, len(grads), ctx.width)]
         with ctx.streams.current():
             if torch.is_grad_enabled() or are_batched(grads):
-                # create_graph=True: the sum is differentiated again, so it is made of torch's own operations. Batched
+                # create_graph=True: the sum is differentiated again, so it uses torch's own operations. Batched
                 # gradients lie in no memory that could be copied.
                 columns = [[g for g in column if g is not None] for column in zip(*rows)]
                 totals = [ctx.bucket.sum_column(column) if column else None for column in columns]

@@ -28,9 +28,9 @@ class Call:
     rows: tuple[int, ...] | None
     """Of the batch; None when the call has no tensor to cut, or somebody else has cut it."""
     weights: Sequence[float] | None
-    """How much a result for all of a replica's rows counts beside the others'; None where that isn't known.
+    """The weight of a result for all of a replica's rows, relative to other replicas'; None if unknown.
 
-    ``RowWeights`` where the result itself may say otherwise; alike where the caller normalizes them, as the call came
+    ``RowWeights`` where the result itself may say otherwise; equal where the caller normalizes them, as the call came
     with an entry per device.
     """
     label_check: "LabelCheck | None" = None
@@ -42,11 +42,11 @@ class Call:
     method: str | None = None
     """Of the replicas, where they aren't called themselves."""
     pad_value: float | None = None
-    """What fills up outputs at their ends whose sizes, but for the rows, differ; None to refuse them."""
+    """Value that pads outputs whose sizes differ in dimensions other than the rows; None to refuse them."""
 
 
 class ScatteredArgs(tuple[Any, ...]):
-    """The positional arguments of each replica, and the call that they are of."""
+    """The positional arguments of each replica, and their call."""
 
     call: Call
 
@@ -57,7 +57,7 @@ class ScatteredArgs(tuple[Any, ...]):
 
 
 class PerReplica(list[Any]):
-    """What each replica returned, and the call that it is of; or the replicas themselves, and what keeps them."""
+    """What each replica returned, and its call; or the replicas themselves, and what keeps them."""
 
     def __init__(self, items: Iterable[Any], call: Call | None = None, replicas: "ReplicaSet | None" = None) -> None:
         super().__init__(items)

@@ -66,7 +66,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     Args:
         module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
             in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere, and taken out of a
-            ``DataParallel`` of ours or torch's.
+            ``DataParallel`` of everygpu or torch.
         device_ids: Ints (CUDA indices), names or ``torch.device``; all CUDA devices when left out, or the
             CPU. ``["cpu"] * n`` gives n replicas on the CPU.
         output_device: Where outputs go; ``device_ids[0]`` when left out. -1 is the CPU.
@@ -94,26 +94,26 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             same losses and parameters, bit for bit, on 1, 2, 4 or 8 devices with ``num_replicas=8``; see
             docs/same-bits.md. Those on one device share its parameters. Left out, one replica per device.
         bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
-            left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
-        weight: How much a share of the batch counts beside others', among replicas and, under torchrun, among ranks:
+            left out. ``TrainStep`` also takes its buckets' size from here: left out, 16, or more for large models.
+        weight: The weight of a share of the batch, among replicas and, under torchrun, among ranks:
             called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
             ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, what torch's
             ``cross_entropy`` or ``nll_loss`` has divided the loss by counts, else rows.
         shard: For models that don't fit one GPU, with one process a GPU: what each has only its part of.
             ``"parameters"``: parameters, gradients and the optimizer's states; a block's parameters are whole while it
             runs. ``"gradients"``: the same, with parameters whole from forward to backward: faster, and larger.
-            ``"optimizer"``: so, too, and within ``no_sync`` gradients stay whole, added up over ranks once an update.
+            ``"optimizer"``: the same, and within ``no_sync`` gradients stay whole, all-reduced once an update.
             Make the optimizer afterwards. Without it every process has the whole model.
         wrap: With ``shard``: the classes of the model's blocks, such as ``[Block]``; found when left out.
         precision: With ``shard``: ``"bf16"`` computes in that, from parameters and states in the model's own dtype, in
-            which gradients are added up (of 16 bits, in ``float32``); ``"fp32"`` or None in the model's own.
+            which gradients are summed (of 16 bits, in ``float32``); ``"fp32"`` or None in the model's own.
         checkpoint_activations: With ``shard``: ``"blocks"`` has blocks compute their activations again in backward.
     Raises:
         ModuleError: ``module`` can't be replicated.
         DeviceError: a device is unknown, absent or named twice.
         RankError: under torchrun, on every rank: the ranks' modules differ in names, shapes or dtypes; or ``shard`` in
             a process alone.
-        OptimizerError: with ``shard``, an optimizer was made of the model before.
+        OptimizerError: with ``shard``, an optimizer was made from the model before.
         PlacementError: the module is spread over several devices.
         OptionError: an option has no such value.
     Source:
@@ -268,9 +268,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         Args:
             name: Of the method.
             *inputs: Positional arguments; cut by rows as forward's are.
-            pad_value: What fills up outputs at their ends whose sizes, but for the rows, differ between replicas: a
+            pad_value: Pads outputs whose sizes differ between replicas in dimensions other than the rows: a
                 replica's ``generate`` stops when all of its rows have ended.
-            **kwargs: Keyword arguments; cut by rows, too.
+            **kwargs: Keyword arguments; also cut by rows.
         Returns:
             What the method returns for the whole batch.
         Raises:
@@ -459,7 +459,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             replicas, fresh, rows = self.make_replicas(), None, ()
         else:
             raise CallError(
-                "replicate: under torchrun, gradients are added up by DataParallel's forward, got a call outside of "
+                "replicate: under torchrun, gradients are averaged by DataParallel's forward, got a call outside of "
                 "it. Override scatter or gather, and leave forward to DataParallel."
             )
         return PerReplica(replicas.refresh(positions, fresh, rows), replicas=replicas)
@@ -502,7 +502,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         """Join what the replicas returned.
 
         Args:
-            outputs: Of each replica, alike in structure.
+            outputs: One per replica, of equal structure.
             output_device: Where joined tensors are, or their ``ShardedBatch`` is; -1 is the CPU.
         Raises:
             GatherError: the outputs can't be joined.
@@ -516,7 +516,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         )
 
     def _positions_of(self, devices: Sequence[torch.device]) -> Sequence[int] | None:
-        """Return the replicas on these devices, each once; None where there are none."""
+        """Return the replicas on these devices, each once; None if there are none."""
         free = dict(enumerate(self.replica_devices))
         found = []
         for device in devices:
@@ -558,7 +558,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
                     model(batch)
 
         Parameters, buffers, modes and attributes must stay as they are at the first forward. Forwards that capture
-        gradients are as ever.
+        gradients are computed as usual.
         """
         before, self._fresh = self._fresh, set()
         try:
@@ -591,7 +591,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         return nullcontext() if self._ranks is None else self._ranks.no_sync()
 
     def stop_capturing(self, reason: str) -> None:
-        """Have another engine run what ``TrainStep`` won't capture."""
+        """Switch to another engine, as ``TrainStep`` won't capture."""
         self._engine.stop_capturing(reason)
 
     def _tell_of(self, overrides: Sequence[str]) -> None:
@@ -601,7 +601,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             " and ".join(overrides),
         )
 
-    # What it is, to code that looks at ``torch.nn.DataParallel``, too.
+    # These attributes are for code that was written for ``torch.nn.DataParallel``.
 
     @property
     def engine_in_use(self) -> str:
@@ -660,7 +660,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     def __getstate__(self) -> dict[str, Any]:
         if is_sharded(self):
             raise CopyError(
-                "DataParallel: a model that is shared out over ranks can't be copied or pickled. Save it by "
+                "DataParallel: a model that is sharded over ranks can't be copied or pickled. Save it by "
                 "everygpu.save(path, model=model), which loads into any other."
             )
         return super().__getstate__()

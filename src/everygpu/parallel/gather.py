@@ -52,7 +52,7 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     are rebuilt; ``Rows`` and what ``register_batch`` knows are joined in the order of the rows.
 
     Args:
-        outputs: A list with one output per replica, alike in structure; or the output of a ``DataParallel``.
+        outputs: A list with one output per replica, of equal structure; or the output of a ``DataParallel``.
         target_device: Device of the joined tensors; -1 is the CPU. Required for a list of outputs; else that of each
             batch.
         dim: The dimension of the rows in a list of outputs.
@@ -123,7 +123,7 @@ class Joiner:
             entries = self._filled(entries)
             self._check_shapes([tuple(t.shape) for t in entries], path)
             self._look_for_rows(tensors, path)
-            # One number per replica, as a loss of shape (1,), is no row; with one row each, rows count alike.
+            # One number per replica, as a loss of shape (1,), is no row; with one row each, rows count equally.
             is_row = max(self.rows or (1,)) < 2 and any(denominator_of(t) is None for t in tensors)
             if is_row or any(t.numel() != 1 for t in tensors):
                 weights = None
@@ -154,7 +154,7 @@ class Joiner:
         return t.clone() if _place(t) in self._inputs or (is_leaf and _place(t) in (self._held or ())) else t
 
     def _filled(self, entries: list[Any]) -> list[Any]:
-        """Fill tensors or arrays up that are shorter than the longest, but for their rows."""
+        """Pad tensors or arrays to the longest, in dimensions other than the rows."""
         value = None if self.call is None else self.call.pad_value
         shapes = [tuple(e.shape) for e in entries]
         if value is None or len({len(shape) for shape in shapes}) > 1:
@@ -208,7 +208,7 @@ def _places(values: Iterable[Any]) -> set[int]:
 
 
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Give what the attributes of modules and those below them have, and what is listed there: parameters, too."""
+    """Yield the attributes of modules and their submodules, and the items of lists there, including parameters."""
     for value in (v for root in modules for m in root.modules() for v in vars(m).values()):
         if type(value) in (dict, list, tuple):
             yield from value.values() if type(value) is dict else value
@@ -307,7 +307,7 @@ def _join_batches_of(known: BatchType, values: list[Any], joiner: Joiner, path: 
 
 
 def _to_device(item: Any, device: torch.device) -> Any:
-    """Move a row's tensors to a device, but for those that are on the CPU."""
+    """Move a row's tensors to a device, except CPU tensors."""
     return tree.map_leaves(lambda leaf: leaf if _is_on_cpu(leaf) else move_tree(leaf, device), item, open_known)
 
 

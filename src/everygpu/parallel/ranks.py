@@ -1,4 +1,4 @@
-"""A model as one of several ranks': all start alike, and each forward's gradients count by its rows."""
+"""A model on one of several ranks: all start equal, and each forward's gradients are weighted by its rows."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("everygpu")
 
 
 def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers of a module of which every rank has one.
+    """Return the parameters and buffers of a module that every rank has.
 
     Raises:
         RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
@@ -69,7 +69,7 @@ def copy_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
 def write_from_first(group: Group, buffers: Sequence[Tensor]) -> None:
     """Write rank 0's values into the other ranks' buffers, as if the forwards of this rank had made them.
 
-    That counts as no write beside those of these forwards: a backward to come may need a buffer whose values are the
+    That doesn't count as a write: a backward to come may need a buffer whose values are the
     same, and one that needs values which a forward has changed is torch's error on rank 0.
     """
     copy_from_first(group, [b.detach() if b.is_inference() else b.data for b in buffers])
@@ -80,7 +80,7 @@ class WeightedForward:
 
     Backward multiplies gradients where they enter the forward, at its outputs, and divides where they leave it, at its
     inputs: a gradient between two models, or of an input, is that of this rank's own loss. Within
-    ``torch.autograd.grad`` gradients pass as they are, and what is made of them is weighted in turn.
+    ``torch.autograd.grad`` gradients pass unchanged, and results computed from them are weighted in turn.
 
     Args:
         group: The ranks.
@@ -152,7 +152,7 @@ class WeightedForward:
 
     def _map(self, function: Callable[[Tensor], Tensor], values: Any) -> Any:
         """Map all tensors that take gradients; each once, wherever it is."""
-        done: dict[int, Tensor] = {}  # ``values`` keeps those that the numbers are of
+        done: dict[int, Tensor] = {}  # ``values`` keeps the objects that the ids belong to
 
         def change(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.requires_grad:
@@ -240,7 +240,7 @@ class RankModel:
         dim: Where the rows of the batch are.
         num_devices: Of this rank.
         bucket_cap_mb: Size at which a bucket of gradients is closed, in MiB; None for the default.
-        weight: Called with a batch, returns how much it counts beside other ranks'; its rows when left out.
+        weight: Called with a batch, returns its weight relative to other ranks'; its rows when left out.
         before: What was made for the same module before its options changed; backwards may still come to it.
     """
 
@@ -314,25 +314,25 @@ class RankModel:
             return
         found = [leaf for _, leaf in tree.leaves(output, "")]
         if any(isinstance(x, Tensor) and x.requires_grad and x.numel() == 1 for x in found):
-            return  # a loss, of which backward begins
+            return  # a loss, where backward begins
         for leaf in found:
             if not isinstance(leaf, Tensor) and any(x.requires_grad for x in tree.tensors_in(leaf)):
                 self._has_warned = True
                 logger.warning(
-                    "ranks: the model returned tensors in a %s, whose gradients count alike on all ranks, whatever "
+                    "ranks: the model returned tensors in a %s, whose gradients count equally on all ranks, whatever "
                     "rows these have. Return them in a tuple, dict or dataclass.",
                     type(leaf).__qualname__,
                 )
                 return
 
     def copy_buffers(self, module: nn.Module) -> None:
-        """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
+        """Broadcast rank 0's buffers, in training: those that will be saved."""
         self.look_at(module)
         if module.training:
             write_from_first(self.group, self._buffers)
 
     def look_at(self, module: nn.Module, *, is_wrapped_now: bool = False) -> None:
-        """Find the module's tensors anew where others have taken their places; all ranks start with rank 0's.
+        """Find the module's tensors again after some were replaced; all ranks start with rank 0's.
 
         A copy of a wrapper starts when it is trained: one rank may evaluate it alone.
         """
@@ -352,7 +352,7 @@ class RankModel:
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
-        """Leave gradients and buffers to the caller within, which weighs them by itself."""
+        """Leave gradients and buffers to the caller, within the block."""
         if torch.is_grad_enabled():
             self._check_apart(module)
         before, self._is_apart = self._is_apart, True

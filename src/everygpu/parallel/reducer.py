@@ -250,7 +250,7 @@ class SummedGrads(BucketedGrads):
 
     @contextmanager
     def adding_up(self, loss: Tensor) -> Iterator[None]:
-        """Add up the gradients of a backward within, which begins at ``loss``."""
+        """All-reduce the gradients of a backward from ``loss``, within the block."""
         self._queue = queue = self._begin()
         try:
             with noting_task(queue, loss):
@@ -260,7 +260,7 @@ class SummedGrads(BucketedGrads):
             self._queue = None
 
     def add_up(self) -> None:
-        """Add up the gradients that are there; a parameter that only others have one of gets theirs."""
+        """All-reduce the gradients; a parameter with gradients only on other ranks gets theirs."""
         self._end(self._begin())
 
     def _begin(self) -> BucketQueue:
@@ -276,7 +276,7 @@ class SummedGrads(BucketedGrads):
 
 @contextmanager
 def noting_task(queue: BucketQueue, loss: Tensor) -> Iterator[None]:
-    """Have a queue know the backward that begins at ``loss``."""
+    """Note in a queue which backward begins at ``loss``."""
 
     def note(_: Any) -> None:
         queue.task = backward_id()
@@ -351,7 +351,7 @@ class Reducer:
     itself, see ``WeightedForward``, so that nothing has to be known of forwards here.
 
     Source:
-        ``DistributedDataParallel``'s reducer, of which each model has its own: it searches the graph for parameters
+        ``DistributedDataParallel``'s reducer, one per model: it searches the graph for parameters
         that take no part, and leaves the second of two backwards after two forwards alone, without a warning.
     """
 
@@ -460,7 +460,7 @@ class Backward:
         for model in models.values():
             for bucket in () if model is None else model.buckets:
                 bucket.begin()
-        # Ranks' hosts tell each other beside backward; a model alone needs no agreement.
+        # Ranks' hosts exchange flags during backward; a single model needs no agreement.
         self._agreed = self._ask() if len(models) > 1 else None
         self._found: list[GradBucket] | None = None
         self._queue = BucketQueue(group, self._early, backward_id())

@@ -11,7 +11,7 @@ from everygpu.parallel.replicas.remap import TABLES
 
 
 class ModuleWrapper(nn.Module):
-    """Holds a module as ``module``, and stands for it.
+    """Holds a module as ``module``, and behaves like it.
 
     What is saved, loaded, read, set and registered is the module's, except for the attributes that the wrapper has of
     its own. A subclass sets ``module`` once it has called ``__init__``.
@@ -21,7 +21,7 @@ class ModuleWrapper(nn.Module):
     wraps_a_module = True
     """Marks the class for ``everygpu.keys.unwrap``."""
     _transient: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that a copy or a pickle makes anew. They are the wrapper's, even if the module has such names, too."""
+    """Attributes that a copy or a pickle makes again; the wrapper's, even if the module has the same names."""
     _keeps_attributes: ClassVar[bool] = False
     """Whether new attributes stay on the wrapper: a subclass's methods set their own."""
 
@@ -82,7 +82,7 @@ class ModuleWrapper(nn.Module):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set attributes on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``, but for its own."""
+        """Set attributes on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``, except its own."""
         if self._has_own(name) or (self._stays(name) and not hasattr(self.module, name)):
             super().__setattr__(name, value)
         else:
@@ -122,7 +122,7 @@ class ModuleWrapper(nn.Module):
             unwrap(self).register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a submodule to the module; ``register_module`` does, too."""
+        """Add a submodule to the module; so does ``register_module``."""
         if self._has_own(name):
             super().add_module(name, module)
         else:

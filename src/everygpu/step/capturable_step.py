@@ -38,7 +38,7 @@ class _Captured(NamedTuple):
     norm: Tensor | None = None
     """Of the gradient, where the update waits for all of it."""
     moments: Sequence[torch.cuda.Event] = ()
-    """When backward has each bucket that is added up over ranks."""
+    """When backward has each bucket that is all-reduced."""
 
 
 class CapturableStep(Capturable[Tensor]):
@@ -118,7 +118,7 @@ class CapturableStep(Capturable[Tensor]):
         step, before = self._step, self._strategy.flat_params.grad_versions()
         loss = step._learn(batch, update)
         if update is None:
-            # Not those of the batches before, which this update may have, too.
+            # Not those of previous batches, which this update may also have.
             touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
             return _Captured(loss, touched, None, moments=moments)
         norm = update.queue(step.clip_norm)
@@ -129,7 +129,7 @@ class CapturableStep(Capturable[Tensor]):
             self._has_own_leaves = self._is_bypassed = False
             return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
-        # doesn't help, other kinds of batches begin with updates beside backward again.
+        # doesn't help, other kinds of batches begin with updates that overlap backward again.
         overlapped, self._overlaps_backward = self._overlaps_backward, not self._overlaps_backward
         return overlapped and self._updates_at_once()
 
@@ -159,13 +159,13 @@ class CapturableStep(Capturable[Tensor]):
 
     def _updates_at_once(self) -> bool:
         step = self._step
-        # A check before each update has to find what flipped in forward and backward, too.
+        # A check before each update must also find what flipped in forward and backward.
         is_left = step._replica_check is not None and step._replica_check.every == 1
         return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
 
 
 def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
-    """Return what captures the work of a step, as far as that is made; None where it can't be captured."""
+    """Return the capture of a step; None if it can't be captured."""
     model = step.model
     if not strategy.is_spread:
         logger.info("TrainStep: whole steps aren't CUDA graphs, as the optimizer can't be spread.")

@@ -56,7 +56,7 @@ class EarlyUpdate(ABC):
     """An update that is captured with the backward. A capture's memory stays where it is: so do gradients.
 
     The optimizers are prepared for parameters that are ``expected`` to get one; a bucket waits for those of its own.
-    ``beside`` updates each bucket beside what is left of the backward; ``checks`` leaves out what isn't finite.
+    ``overlap_backward`` updates each bucket while the rest of backward runs; ``checks`` leaves out what isn't finite.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EarlyUpdate(ABC):
         """Of the last update; see ``FiniteCheck``."""
 
     def check(self, loss: Tensor) -> None:
-        """Have the update be left out where the loss, of shape (), isn't finite; before the backward."""
+        """Skip the update if the loss, of shape (), isn't finite; called before the backward."""
         torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status)
 
     @contextmanager
@@ -127,7 +127,7 @@ class EarlyUpdate(ABC):
         return [b for b, plan in enumerate(self._plans) if any(slot.index in params for slot in plan.slots)]
 
     def _step(self, norm: Tensor | None, clip_norm: float | None, grads: dict[int, Tensor] | None = None) -> None:
-        """Step on gradients of which all are known, if the status says so; their norm is on the first device.
+        """Update from all gradients, if the status allows it; their norm is on the first device.
 
         They are in flat memory, or where ``grads`` says.
         """
@@ -194,10 +194,10 @@ class UpdateInPlace(EarlyUpdate):
 
 
 class UpdateByChunks(EarlyUpdate):
-    """Takes each bucket when all devices have its gradients, beside what is left of the backward.
+    """Updates each bucket when all devices have its gradients, while the rest of backward runs.
 
     One kernel adds each device's part of the gradients up, torch's fused kernels update it, and another kernel sends it
-    to the other devices. Beside backward that is done with each bucket, or it is only added up, where the update has to
+    to the other devices. During backward that is done with each bucket, or it is only summed, where the update has to
     know all gradients.
     """
 
@@ -268,7 +268,7 @@ class UpdateByChunks(EarlyUpdate):
 
     def _reduce(self, b: int) -> None:
         notes: dict[str, Sequence[Any]] = {} if self._overlaps_backward else {"squares": self._squares[b]}
-        if self._checks and self._overlaps_backward:  # else the norm tells
+        if self._checks and self._overlaps_backward:  # else the norm shows it
             notes = {
                 "status": self._status_at,
                 "found": self._found_inf,

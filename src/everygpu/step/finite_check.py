@@ -1,4 +1,4 @@
-"""Updates whose loss or gradients are not finite: noted on the device, told on the host some updates later."""
+"""Updates whose loss or gradients are not finite: noted on the device, reported by the host some updates later."""
 
 import logging
 from collections import defaultdict, deque
@@ -84,7 +84,7 @@ class FiniteCheck:
             raise error
 
     def wait(self) -> None:
-        """Read all that there is; what is to be raised is raised by ``look``."""
+        """Read all queued statuses; ``look`` raises their errors."""
         self._read(0)
 
     def _read(self, lag: int) -> None:

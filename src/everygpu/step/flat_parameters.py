@@ -91,11 +91,11 @@ class FlatParameters:
                 if p.data_ptr() != slot.data_ptr():
                     slot.copy_(p)
                     p.data = slot
-        self.put_back()  # what moves a parameter in forward moves its twins, too
+        self.put_back()  # what moves a parameter in forward also moves its twins
         self._send(range(len(self.plans)))
 
     def put_back(self) -> None:
-        """Have parameters and twins be in their places, whatever a forward that was captured has done with them."""
+        """Move parameters and twins back to their slots, after a captured forward may have moved them."""
         for tensors, slots in zip([self.params, *self.twins], self._slots):
             put_back(tensors, slots)
 
@@ -128,7 +128,7 @@ class FlatParameters:
         self._send([b for b in range(len(self.plans)) if self._differs(b)])
 
     def follow_counted_edits(self) -> None:
-        """Send what was moved, or written by an optimizer, or as far as torch counts it."""
+        """Broadcast parameters that were moved, or written by an optimizer or in a way that torch counts."""
         if self._is_moved():
             self.adopt()
         self.send_written()
@@ -168,13 +168,13 @@ class FlatParameters:
         self._grad_versions = self.grad_versions()
 
     def attach_grads(self) -> None:
-        """Have backward add to the buckets."""
+        """Attach gradients, so that backward accumulates in the buckets."""
         for tensors, slots in zip([self.params, *self.twins], self._grad_slots):
             for t, grad in zip(tensors, slots):
                 t.grad = grad
 
     def detach_grads(self) -> None:
-        """Leave the parameters without gradients, as what is in the buckets is no whole gradient of theirs."""
+        """Detach gradients, as the buckets hold no complete gradient of the parameters."""
         for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
             if p.grad is not slot:  # a hook or the loss has set another
                 self._replace_grad(i, p.grad)
@@ -214,7 +214,7 @@ class FlatParameters:
 
     @contextmanager
     def in_new_leaves(self) -> Iterator[list[dict[int, Tensor]]]:
-        """Have other leaves of the same memory, which count writes together, in place of parameters and twins.
+        """Replace parameters and twins by new leaves of the same memory, which share version counters.
 
         A tensor's accumulator of gradients, and its stream, last as long as any graph that leads there, such as that of
         a loss that somebody keeps: a capture needs new ones. Yields each device's new leaves, by the ``id`` of the
@@ -237,7 +237,7 @@ class FlatParameters:
         return [versions_of(slots) for slots in self._grad_slots]
 
     def note_grads(self, touched: set[int]) -> None:
-        """Have ``touched`` return these, too, whose gradients were written where torch doesn't count it."""
+        """Make ``touched`` include these, whose gradients were written without a count by torch."""
         increment_version([self._grad_slots[0][i] for i in sorted(touched)])
 
     def reduce(self) -> None:
@@ -255,11 +255,11 @@ class FlatParameters:
         self.note_update()
 
     def begin_update(self) -> None:
-        """Take note that devices are about to write values of their own, until ``note_update``."""
+        """Note that devices are about to write values of their own, until ``note_update``."""
         self._are_equal = False
 
     def note_update(self) -> None:
-        """Have graphs that still refer to the old values notice that there are new ones, the same on all devices."""
+        """Make graphs that still refer to the old values notice that there are new ones, the same on all devices."""
         for tensors in (self.params, *self.twins):
             increment_version(tensors)
         self._versions = versions_of(self.params)

@@ -62,7 +62,7 @@ def loss_in(output: Any) -> Any:
         if others := [path for path, x in tree.leaves(output, "out") if x is not found and _is_like_loss(x, found)]:
             raise LossError(
                 f"TrainStep: with loss=None the model must return one loss, got several numbers that take a gradient, "
-                f"out[0] and {', '.join(others)}, of which only the first would be trained. Return their sum first and "
+                f"out[0] and {', '.join(others)}, and only the first would be trained. Return their sum first and "
                 f"others detached, or pass what adds them up: TrainStep(model, lambda losses: sum(losses), ...)."
             )
     if found is None:
@@ -83,7 +83,7 @@ def _is_like_loss(x: Any, loss: Tensor) -> bool:
 
 
 def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
-    """Return a loss as a tensor of shape (); several replicas' are weighed by their rows."""
+    """Return a loss as a tensor of shape (); several replicas' are weighted by their rows."""
     if not isinstance(loss, Tensor):
         raise LossError(f"TrainStep: the loss must be a tensor, got {type(loss).__qualname__}.")
     if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
@@ -223,7 +223,7 @@ class BatchWeights:
         self._total = self._total + self._all
 
     def mean(self, loss: Tensor, flags: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the loss over all ranks' rows of the batch that was begun, and the sum of flags that travel along."""
+        """Return the loss over all ranks' rows of the batch that was begun, and the sum of the flags sent with it."""
         self._all = here = self._counted
         if self._group is None:
             return loss, flags

@@ -1,4 +1,4 @@
-"""What a training step may be made of."""
+"""Checks of a training step's options."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +59,7 @@ def _is_count(value: Any) -> bool:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Have forward run under autocast, but for None."""
+    """Run forward under autocast; None for no autocast."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -102,29 +102,29 @@ def _check_trains(model: DataParallel, loss: Any, optimizer: Any) -> None:
     given = list(all_params(optimizer)) if isinstance(optimizer, Optimizer) else []
     if given and not any(id(p) in own for p in given) and any(p.requires_grad for p in model.module.parameters()):
         raise OptimizerError(
-            f"TrainStep: the optimizer must have parameters of the model, got {len(given)} of which none is one of "
+            f"TrainStep: the optimizer must have parameters of the model, got {len(given)} and none of them is one of "
             f"its {sum(1 for _ in model.module.parameters())}. Make the optimizer from this model's parameters."
         )
 
 
 def own_precision(model: DataParallel, precision: str, check_every: int | None) -> str:
-    """Return in which precision a model computes: one that is shared out has been told so."""
+    """Return in which precision a model computes: a sharded model has its own."""
     ranks = model.rank_model
     if not isinstance(ranks, ShardedRankModel):
         return precision
     own = ranks.sharding.precision or "fp32"
     if precision not in ("fp32", own):
         raise OptionError(
-            f"TrainStep: precision={precision!r} must be told to the DataParallel that shares the model out, got "
+            f"TrainStep: precision={precision!r} must be passed to the DataParallel that shards the model, got "
             f"{own!r} there. Pass DataParallel(..., precision='bf16')."
         )
     if check_every is not None:
-        raise OptionError("TrainStep: check_every compares copies, and a model that is shared out has none. Leave it.")
+        raise OptionError("TrainStep: check_every compares copies, and a model that is sharded has none. Leave it.")
     return own
 
 
 def own_code(model: DataParallel) -> str:
-    """Name the methods of ``DataParallel`` that a subclass, or the object, has its own of; empty if there are none."""
+    """Name the methods of ``DataParallel`` that a subclass, or the object, overrides; empty if none."""
     has_forward = type(model).forward is not DataParallel.forward or "forward" in vars(model)
     return " and ".join((*(["forward"] if has_forward else []), *overridden(model)))
 
@@ -141,7 +141,7 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
         )
     if capture is True and is_sharded(model):
         raise OptionError(
-            "TrainStep: capture=True needs whole parameters in one place, and this model is shared out over ranks. "
+            "TrainStep: capture=True needs whole parameters in one place, and this model is sharded over ranks. "
             "Pass capture='auto'."
         )
     if model.num_replicas is not None:
@@ -204,16 +204,16 @@ def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list
         return
     if is_sharded(model):
         raise OptimizerError(
-            "TrainStep: a model that is shared out over ranks has its optimizer's states shared out as well, got a "
-            "ShardedOptimizer. Pass the optimizer that it was made of."
+            "TrainStep: a model that is sharded over ranks has its optimizer's states sharded as well, got a "
+            "ShardedOptimizer. Pass the optimizer that it was made from."
         )
     if own and len(model.replica_devices) > 1:
         raise OptimizerError(
             f"TrainStep: a {type(model).__qualname__} with its own {own} has its gradients on the first device, "
-            f"which takes a torch optimizer, got a ShardedOptimizer. Pass the optimizer that it was made of."
+            f"which takes a torch optimizer, got a ShardedOptimizer. Pass the optimizer that it was made from."
         )
     if len(set(counts)) > 1:
         raise OptimizerError(
             f"TrainStep: all ranks must have as many devices for a ShardedOptimizer, got {counts}. Pass the "
-            f"optimizer that it was made of."
+            f"optimizer that it was made from."
         )

@@ -44,7 +44,7 @@ def make_check(model: DataParallel, strategy: ShardedUpdate, every: int | None) 
 class ReplicaCheck:
     """Compares what replicas and ranks keep of each parameter, before every so many updates.
 
-    Before, as an update writes a parameter anew on every device from the one that updates it: what had flipped there
+    Before the update, as it overwrites a parameter on every device from the one that updates it: what had flipped there
     is in all copies then, and what had flipped elsewhere is gone.
     """
 
@@ -121,8 +121,8 @@ class ReplicaCheck:
 def _digest(memory: Tensor) -> Tensor:
     """Return a number of flat memory, shape (): any one flipped bit changes it.
 
-    Large memory is added up first, to 1/61 of its size: what falls on one word lies far apart, at a distance that is no
-    power of 2, so faults that flip several bits have other patterns. Then words are changed by a bijection and weighed
+    Large memory is summed first, to 1/61 of its size: what falls on one word lies far apart, at a distance that is no
+    power of 2, so faults that flip several bits have other patterns. Then words are changed by a bijection and weighted
     by odd numbers, so that flips of the same bit in two of them don't cancel: high bits have an effect on low ones.
     """
     data, num_rows = memory.view(torch.uint8), _NUM_ROWS if memory.nbytes > _LARGE_BYTES else 1

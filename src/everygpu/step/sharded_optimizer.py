@@ -43,7 +43,7 @@ class ShardedOptimizer(Optimizer):
             the parameters' own device.
         bucket_cap_mb: Gradients and parameters travel in buckets of about this many MiB; 16 when left out, or more for
             large models. In ``TrainStep`` the ``bucket_cap_mb`` of its ``DataParallel`` is used.
-        whole: Each parameter is updated by one device, whole; they are dealt out by size. So it is for Adafactor and
+        whole: Each parameter is updated by one device, whole; they are distributed by size. So it is for Adafactor and
             Muon; for an optimizer of your own, as Shampoo, you say by this that it updates each parameter from its own
             gradient and state alone.
     Attributes:
@@ -54,7 +54,7 @@ class ShardedOptimizer(Optimizer):
         OptionError: ``bucket_cap_mb`` is no size.
     Source:
         ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-        2020. ``torch.distributed.optim.ZeroRedundancyOptimizer`` deals out whole parameters, to processes.
+        2020. ``torch.distributed.optim.ZeroRedundancyOptimizer`` distributes whole parameters, to processes.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ShardedOptimizer(Optimizer):
         return self._shards.state_bytes() if self._shards is not None else [0] * len(self.devices)
 
     def release(self) -> None:
-        """Give the stock optimizer its whole state back; this object is of no use afterwards."""
+        """Return the whole state to the stock optimizer; this object is unusable afterwards."""
         if getattr(self.module, _OWNER, None) is self:
             self._fill_state()
             self._shards = None
@@ -296,7 +296,7 @@ def _check(optimizer: Any, *, whole: bool) -> None:
         )
     if any(map(is_shard, all_params(optimizer))):
         raise OptimizerError(
-            "ShardedOptimizer: the parameters are shared out over ranks, and their states with them. Use the stock "
+            "ShardedOptimizer: the parameters are sharded over ranks, and their states with them. Use the stock "
             "optimizer."
         )
     if any(p.layout != torch.strided or p.is_quantized for p in all_params(optimizer)):

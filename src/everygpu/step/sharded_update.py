@@ -73,7 +73,7 @@ class RankSums:
 
     @contextmanager
     def adding_up(self, loss: Tensor) -> Iterator[None]:
-        """Add up the gradients of a backward from ``loss`` within; at the end the current stream waits for the sums."""
+        """Sum the gradients of a backward from ``loss`` within; at the end the current stream waits for the sums."""
         for bucket in self._buckets:
             bucket.begin()
         queue = BucketQueue(self._group, lambda: self._buckets, None)
@@ -92,9 +92,9 @@ class RankSums:
         self._wait([bucket.wait for bucket in self._buckets])
 
     def add_up_replayed(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Add up the gradients of a backward that was replayed."""
+        """Sum the gradients of a backward that was replayed."""
         waits = []
-        with queueing_on(self._device, kept_stream(self._device, "beside backward")):
+        with queueing_on(self._device, kept_stream(self._device, "during backward")):
             for event, bucket in zip(events, self._buckets):
                 torch.cuda.current_stream().wait_event(event)
                 waits.append(self._group.all_reduce(bucket.flat))
@@ -112,7 +112,7 @@ class RankSums:
 
 MAX_CHANGES = 3
 """Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
-no part of captures, which would have to be made anew."""
+no part of captures, which would have to be made again."""
 
 FIRST_ASKED = 8
 """The update of a process before which ranks first ask each other whether any captures steps; then 16, 32 and so on."""
@@ -122,8 +122,8 @@ class ShardedUpdate:
     """Each device holds, reduces and updates its share of the parameters.
 
     With a stock optimizer nothing is spread: gradients are the parameters' own, on the primary device, as in a plain
-    loop; over ranks they are added up beside backward. ``fixed`` keeps the replicas' tensors at their addresses, for
-    CUDA graphs; ``settles``: the optimizer may as well step itself.
+    loop; over ranks they are all-reduced during backward. ``fixed`` keeps the replicas' tensors at their addresses, for
+    CUDA graphs; ``settles``: the stock optimizer may step as well.
     """
 
     asks_ranks = False
@@ -162,7 +162,7 @@ class ShardedUpdate:
         return self._sharded is not None
 
     def prepare(self) -> None:
-        """Take note of what has changed since the last step."""
+        """Note what has changed since the last step."""
         if self._sharded is None:
             return  # DataParallel does so at every forward
         self._sharded.check_owner()
@@ -177,7 +177,9 @@ class ShardedUpdate:
         """Run the model on all devices."""
         if len(self._model.replica_devices) == 1 or self._sharded is None:
             ranks = self._model.rank_model  # another one after a release
-            with nullcontext() if ranks is None else ranks.apart(self._model.module):  # the step weighs ranks' losses
+            with (
+                nullcontext() if ranks is None else ranks.apart(self._model.module)
+            ):  # the step itself weights ranks' losses
                 return self._model(*inputs, **kwargs)
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
@@ -196,7 +198,7 @@ class ShardedUpdate:
 
     @contextmanager
     def adding_up(self, loss: Tensor, *, is_only: bool) -> Iterator[None]:
-        """Add the gradients of a backward from ``loss`` up over ranks beside it, where no other is in its update."""
+        """All-reduce the gradients of a backward from ``loss`` while it runs, where no other is in its update."""
         sums = self._current_sums() if self._sharded is None else self._rank_sums
         self._is_added_up = is_only and sums is not None
         paused = nullcontext() if self._group is None else Reducer.of(self._group).paused()
@@ -204,7 +206,7 @@ class ShardedUpdate:
             yield
 
     def _current_sums(self) -> SummedGrads | None:
-        """Return what adds up the parameters' own gradients over ranks."""
+        """Return what sums the parameters' own gradients over ranks."""
         if self._group is None:
             return None
         if self._sums is None:
@@ -213,7 +215,7 @@ class ShardedUpdate:
         return self._sums
 
     def flags(self) -> Tensor | None:
-        """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
+        """Return, under ranks, 1 for each parameter that has got a gradient; None if the gradients show it."""
         if self._sharded is None:
             return None
         touched, num, device = self.flat_params.touched(), len(self.flat_params.params), self.flat_params.devices[0]
@@ -222,7 +224,7 @@ class ShardedUpdate:
         return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
 
     def take_flags(self, flags: Tensor | None) -> None:
-        """Take note of all ranks' flags, added up."""
+        """Note the sum of all ranks' flags."""
         self._flags = flags
 
     def reduce(self) -> Shares:
@@ -291,7 +293,7 @@ class ShardedUpdate:
         return [*self.flat_params.kept(), *frozen]
 
     def stop_capturing(self) -> None:
-        """Where it may, go on as a plain loop: no step will be captured. Ranks do so together."""
+        """Continue as a plain loop where possible: no step will be captured. Ranks do so together."""
         self._is_given_up = True
         if self._group is None:
             self._return_to_stock_optimizer()
@@ -321,7 +323,7 @@ class ShardedUpdate:
 
     @contextmanager
     def own_leaves(self, roots: Sequence[nn.Module], bypassed: list[Tensor]) -> Iterator[None]:
-        """Have a step within go backward to leaves of its own, which modules have in place of their parameters.
+        """Replace the modules' parameters by new leaves for the backward of a step within.
 
         What has a parameter itself, as a loss with a list of them, uses that: ``bypassed`` gets such parameters.
         """
@@ -383,32 +385,32 @@ class ShardedUpdate:
         return kind(self.flat_params, shards, self._touched, overlap_backward=overlap_backward, checks=checks)
 
     def prepare_update(self) -> None:
-        """Have an update that is captured take the learning rates of now."""
+        """Write the current learning rates for a captured update."""
         if self._sharded is not None:
             self._shards.follow(self._sharded.param_groups)
         self.flat_params.begin_update()
 
     def finish_update(self) -> None:
-        """Take note of an update that a capture has queued."""
+        """Note an update that a replay has queued."""
         self.flat_params.note_update()
         if self._sharded is not None:
             self._sharded.after_step()
 
     def moments(self) -> list[torch.cuda.Event]:
-        """Return when the backward that is being captured has each bucket to be added up over ranks."""
+        """Return when the backward that is being captured has each bucket to be all-reduced."""
         return [] if self._rank_sums is None else self._rank_sums.take_events()
 
     def note_grads(self, touched: set[int], moments: Sequence[torch.cuda.Event]) -> None:
-        """Take note of a backward that a capture has queued, and add it up over ranks."""
+        """Note a backward that a replay has queued, and all-reduce its gradients."""
         self.flat_params.note_grads(touched)
         self._is_added_up = bool(moments)
         if self._rank_sums is not None and moments:
             self._rank_sums.add_up_replayed(moments)
 
     def _early_options(self) -> Any:
-        """Return the options that a captured update goes on with; None where updates are no part of captures.
+        """Return the options of a captured update; None if updates aren't captured.
 
-        That is where a hook is to see whole gradients between reduction and update, too.
+        That includes hooks that see whole gradients between reduction and update.
         """
         if self._sharded is None or not (self._has_kernels and self._shards.fuses) or self._sharded.has_pre_hooks():
             return None
@@ -451,7 +453,7 @@ class ShardedUpdate:
         self._is_arranged = True
 
     def _attach(self, optimizer: ShardedOptimizer) -> None:
-        """Have the optimizer's state where the gradients are."""
+        """Make the optimizer's state on the devices of the gradients."""
         flat_params = self.flat_params
         self._num_arrangements += 1
         values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
@@ -480,7 +482,7 @@ class FullyShardedUpdate(ShardedUpdate):
 
     def __init__(self, model: DataParallel, group: Group, optimizer: Optimizer) -> None:
         super().__init__(model, optimizer)
-        self._ranks, self._group = group, None  # which adds up nothing
+        self._ranks, self._group = group, None  # no sum over ranks
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model in its own precision; the loss alone is computed under autocast."""

@@ -1,6 +1,6 @@
 """A stock optimizer's work and state, spread over the devices.
 
-Each device holds a chunk of every bucket. Neighbours in a chunk that are updated alike are one parameter to an
+Each device holds a chunk of every bucket. Neighbours in a chunk with equal options are one parameter to an
 optimizer of the stock one's own class: each element is updated by torch's own code, by one device, in few launches.
 """
 
@@ -78,7 +78,7 @@ class Fragment:
 
     bucket: int
     group: int
-    """Which of the optimizer's groups they are of."""
+    """The index of their group in the optimizer."""
     pieces: tuple[Piece, ...]
     start: int
     """Where the first begins in the chunk."""
@@ -134,7 +134,7 @@ class Shards:
         self.take_state({})
 
     def take_state(self, state: Mapping[Tensor, State]) -> None:
-        """Give each device its part of a state as the stock optimizer has it; parameters left out have none."""
+        """Scatter a stock optimizer's state; absent parameters start without one."""
         wholes = [state.get(p) or {} for p in self.params]
         kinds = [() if self._whole else _kind_of(whole, p) for whole, p in zip(wholes, self.params)]
         self.version += 1
@@ -220,7 +220,7 @@ class Shards:
         )
 
     def _separate(self, touched: frozenset[int]) -> None:
-        """Cut fragments of which some parameters have a gradient, and some don't."""
+        """Split fragments in which only some parameters have a gradient."""
         if touched == self._updated:
             return
         self._updated = touched
@@ -363,7 +363,7 @@ class Shards:
 
 
 def _own_default(device: torch.device) -> AbstractContextManager[Any]:
-    """Have numbers that torch's optimizers make be with their parameter, not on the caller's default GPU."""
+    """Make torch's optimizers create numbers on their parameter's device, not on the caller's default GPU."""
     return nullcontext() if torch.get_default_device().type == "cpu" else device
 
 

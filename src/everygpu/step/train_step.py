@@ -82,7 +82,7 @@ class StepStats:
 
 
 class TrainStep:
-    """Forward, loss, backward, gradients added up, clipped, and the optimizer's step, on all devices, in one call::
+    """Forward, loss, backward, reduction, clipping and the optimizer's step on all devices, in one call::
 
         step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=3e-4))
         for x, y in loader:
@@ -90,14 +90,14 @@ class TrainStep:
 
     Several devices give what one device gives on the whole batch. Each keeps its replica's parameters, updates 1/N of
     them and hands them out. What writes to parameters in between is noticed: a step of any torch optimizer, a load,
-    writes in place that torch counts, on the CPU any other, too. After ``p.data.clamp_()``, or a kernel of your own, on
+    writes in place that torch counts, on the CPU also any other. After ``p.data.clamp_()``, or a kernel of your own, on
     GPUs call ``step.refresh()``.
 
     Args:
         model: A module, for every device there is, or a ``DataParallel``, whose ``bucket_cap_mb`` the step uses.
         loss: Called as ``loss(output, *targets)``, returns one number, the mean over the batch; None when the
             model returns the loss itself: as a number, or under ``["loss"]`` or ``.loss``. A number may have any
-            shape with one element; several replicas' are weighed by their rows.
+            shape with one element; several replicas' are weighted by their rows.
         optimizer: A torch optimizer, or a ``ShardedOptimizer``. Schedulers and edits of its groups take effect at
             the next update; its ``state_dict()`` is torch's own. Those that ``ShardedOptimizer`` can't spread step
             on the primary device.
@@ -153,7 +153,7 @@ class TrainStep:
         if self.model.rank_model is not None:
             for own in roots_of(self.model, loss)[1:]:
                 copy_from_first(self.model.rank_model.group, check_alike(self.model.rank_model.group, own))
-        if loss is None:  # a loss for each replica is weighed alike
+        if loss is None:  # a loss for each replica is weighted equally
             self.model.weight_rule = weight = weight or self.model.weight_rule
         self.loss = loss
         self.optimizer = optimizer
@@ -282,7 +282,7 @@ class TrainStep:
         if self._num_batches:
             logger.warning(
                 "TrainStep: saved after %d of %d batches of an update, whose gradients are not in the state: a resumed "
-                "run goes on without them. Save after a whole update, or call flush() before.",
+                "run continues without them. Save after a whole update, or call flush() before.",
                 self._num_batches,
                 self.accumulate,
             )
@@ -401,8 +401,8 @@ class TrainStep:
         return status if found_inf is None else torch.where(found_inf != 0, float("nan"), status).float()
 
     def _finish_replayed(self, status: Tensor, norm: Tensor | None) -> None:
-        """Take note of an update that a capture has queued, and of its norm where that had to be known."""
+        """Note an update that a replay has queued, and its norm if that was needed."""
         self._num_steps += 1
-        self._norm = None if norm is None else norm.clone()  # a capture's own is written anew by each replay
+        self._norm = None if norm is None else norm.clone()  # each replay overwrites the capture's own
         if self._finite_check.is_on:
             self._finite_check.submit(self._num_steps, status)

@@ -29,7 +29,7 @@ class LossScale:
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
 
     def scale(self, seed: Tensor) -> Tensor:
-        """Multiply what backward begins with; gradients of before the scale changes must be divided before, too."""
+        """Multiply what backward begins with; gradients of before the scale changes must also be divided before."""
         return seed * comm.copy(self.value, seed.device)
 
     def unscale(self, shares: Shares) -> Tensor:
@@ -107,7 +107,7 @@ def multiply(shares: Shares, factor: float | Tensor) -> None:
 
 
 def prefer_fused(optimizer: Optimizer) -> None:
-    """Have torch's Adam, AdamW or SGD step by its fused kernels on CUDA, as they can leave a step out on the device.
+    """Switch torch's Adam, AdamW or SGD to fused kernels on CUDA, as these can skip a step on the device.
 
     Not where the user has chosen another way, or options that these kernels don't have.
     """
@@ -149,7 +149,7 @@ def skips_on_device(optimizer: Optimizer, updated: Iterable[Tensor]) -> bool:
     """Whether a step of some parameters can be left out on the device, without asking it.
 
     torch's fused SGD makes memory for a first momentum that it doesn't write where the step is left out, and takes none
-    where other parameters have one: zeros are the same, but for dampening.
+    where other parameters have one: zeros are the same, except with dampening.
     """
     if not all(group.get("fused") for group in optimizer.param_groups):
         return False

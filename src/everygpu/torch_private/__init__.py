@@ -1,6 +1,6 @@
 """All of private torch that this package uses, in one place: nothing else in it names any.
 
-Each name stands for one of torch's and says why there is no public way. tests/test_torch_private.py says what each must
+Each name wraps one of torch's and says why there is no public way. tests/test_torch_private.py says what each must
 do. All were tried with the versions of torch in ``TRIED``.
 """
 
@@ -30,7 +30,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
 def is_tried(version: str) -> bool:
     """Whether a torch is as old as the newest in ``TRIED``, or older.
 
-    What stands on a compiler's insides is switched off for a newer one, until the tests have run with it.
+    What depends on a compiler's internals is switched off for a newer one, until the tests have run with it.
 
     Args:
         version: As ``torch.__version__``.

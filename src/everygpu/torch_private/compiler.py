@@ -24,7 +24,7 @@ def not_compiled(method: _Method) -> _Method:
 
 
 def left_to_run(method: _Method) -> _Method:
-    """Have torch.compile leave a method's code as it is, though not what it calls: there it can be seen at work."""
+    """Keep torch.compile from compiling a method, though not what it calls: there it can be observed."""
     _set_strategy(method, _eval_frame._FrameAction.DEFAULT)
     return method
 
@@ -102,7 +102,7 @@ def current_trace() -> Any:
 
 
 def is_from_before(variable: Any) -> bool:
-    """Whether a variable of a trace stands for an object that was there before the traced call."""
+    """Whether a variable of a trace represents an object that was there before the traced call."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     return isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))

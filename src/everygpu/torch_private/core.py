@@ -1,4 +1,4 @@
-"""Tensors, autograd, modes, containers, CUDA and process groups: private torch but for its compiler."""
+"""Tensors, autograd, modes, containers, CUDA and process groups: private torch except its compiler."""
 
 import functools
 import operator
@@ -29,7 +29,7 @@ make_wrapper_subclass = Tensor._make_wrapper_subclass
 """Make a tensor with a shape, a dtype and a device, but no memory: what DTensor and other subclasses are made by."""
 
 throw_on_data_ptr = torch._C._set_throw_on_mutable_data_ptr
-"""Have C++ code that takes a pointer into a tensor without memory raise, rather than read from nowhere."""
+"""Make C++ code that takes a pointer into a tensor without memory raise, rather than read from nowhere."""
 
 
 def num_storage_uses(x: Tensor) -> int:
@@ -86,7 +86,7 @@ def will_execute(node: Node) -> bool:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Have the backward that is running call a function when all else is done, as DistributedDataParallel does."""
+    """Call a function when the running backward is done, as DistributedDataParallel does."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -127,7 +127,7 @@ def is_transforming() -> bool:
 
 
 def are_batched(grads: Iterable[Tensor | None]) -> bool:
-    """Whether a gradient stands for several under ``vmap``, as with ``is_grads_batched=True``."""
+    """Whether a gradient represents several under ``vmap``, as with ``is_grads_batched=True``."""
     functorch = torch._C._functorch
     return any(functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g) for g in grads if g is not None)
 
@@ -179,7 +179,7 @@ without_dispatch_modes = _disable_current_modes
 
 
 def reading_lazy_values() -> AbstractContextManager[None]:
-    """Have operations conjugate, negate and fill in what is marked so, as ``linalg.pinv`` marks its own tensors.
+    """Make operations conjugate, negate and fill in what is marked so, as ``linalg.pinv`` marks its own tensors.
 
     Below ``__torch_dispatch__`` torch leaves these keys out, and reads raw memory.
     """
@@ -204,7 +204,7 @@ def caches_parametrizations() -> bool:
 
 
 def cache_parametrizations_apart(modules: Iterable[nn.Module]) -> None:
-    """Have ``parametrize.cached`` keep each module's values: torch takes others of its class, as copies, for it."""
+    """Make ``parametrize.cached`` keep each module's values: torch takes others of its class, as copies, for it."""
     for m in filter(parametrize.is_parametrized, modules):
         kind, cache = type(m), parametrize._cache
         for name in m.parametrizations:  # type: ignore[union-attr]
@@ -252,10 +252,10 @@ numpy_seed_of_worker: Callable[[int, int], list[int]] = _generate_state
 """Give NumPy's seed of a DataLoader's worker, which torch makes of the loader's and the worker's number."""
 
 LoaderIterator = _BaseDataLoaderIter
-"""The class of what ``iter(DataLoader(...))`` returns, by which another loader's iterator is told apart."""
+"""The class of what ``iter(DataLoader(...))`` returns, which distinguishes another loader's iterator."""
 
 remove_worker_pids = torch._C._remove_worker_pids
-"""Have torch's signal handler no longer watch an iterator's worker processes, by the iterator's ``id``.
+"""Make torch's signal handler no longer watch an iterator's worker processes, by the iterator's ``id``.
 
 The handler raises in the main thread, wherever that is; DataLoader has no option to leave it out.
 """
@@ -301,7 +301,7 @@ def default_store() -> Any:
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[None]:
-    """Have a process group of which this process is rank 0, and the others aren't there: nothing is sent."""
+    """Make a process group in which this process is rank 0 and the others are absent: nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # its backend has no public name
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -312,7 +312,7 @@ def fake_ranks(size: int) -> Iterator[None]:
 
 
 def unflatten(state: Any, places: Any) -> Any:
-    """Put a distributed checkpoint's values where they stood, by name; torch's way back has no public name."""
+    """Restore a distributed checkpoint's nested values by name; torch's inverse has no public name."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # takes half a second
 
     return unflatten_state_dict(state, places)

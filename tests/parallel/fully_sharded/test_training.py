@@ -1,4 +1,4 @@
-"""A model that is shared out over ranks trains as on one device."""
+"""A model that is sharded over ranks trains as on one device."""
 
 import itertools
 from functools import partial

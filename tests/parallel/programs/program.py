@@ -39,7 +39,7 @@ class Program:
     """Of each step's batches."""
     lengths: tuple[int, ...]
     num_parts: int
-    """Batches whose gradients are added up before an update."""
+    """Batches whose gradients are summed before an update."""
     grows: bool
     """Each of them has a row more than the one before: captures of several kinds are replayed in turn."""
     keeps_grads: bool

@@ -254,7 +254,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _home_of(graph: Any) -> str:
-    """Return the type of device that a graph works on: that of its first input beside the CPU."""
+    """Return the type of device that a graph works on: that of its first input other than the CPU."""
     values = [value_of(node) for node in inputs_of(graph)]
     kinds = [value.device.type for value in values if isinstance(value, Tensor)]
     return next((kind for kind in kinds if kind != "cpu"), "cpu")

@@ -22,7 +22,7 @@ from everygpu.torch_private.compiler import note_inlined
 
 
 class CompileOnce:
-    """A compiler backend that gives alike graphs on several devices the same code."""
+    """A compiler backend that compiles equal graphs on several devices once."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -67,7 +67,7 @@ class CompileOnce:
 
 
 def _return_denominators(graph: Any) -> tuple[int, dict[int, int]]:
-    """Have a graph also return what its losses are the mean of, as eager ones' autograd nodes say.
+    """Make a graph also return what its losses are the mean of, as eager ones' autograd nodes say.
 
     Returns:
         How many outputs it had, and which of them is the mean of which output now.
@@ -110,13 +110,13 @@ def _serves(home: torch.device, function: Callable[..., Any], device: torch.devi
 
 
 def _home_of(graph: Any) -> torch.device:
-    """Return the device of a graph's first input beside the CPU."""
+    """Return the device of a graph's first input other than the CPU."""
     devices = [value.device for value in map(value_of, inputs_of(graph)) if isinstance(value, Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _key_of(graph: Any, home: torch.device) -> Hashable | None:
-    """Return what is equal in two graphs that do the same on their devices; None where it can't be told: a graph has
+    """Return a key that is equal for graphs that do the same on their devices; None if it is unknown: a graph has
     tensors built in, or sizes are left open, of which compiling guards what it has used in the first graph only.
     """
     found: list[Hashable] = []
@@ -144,7 +144,7 @@ def _layout_of(x: Tensor, home: torch.device) -> Hashable:
 
 
 def _with_home(arguments: str, home: torch.device) -> str:
-    """Write a replica's own device in a graph's arguments alike for all replicas."""
+    """Write a replica's own device in a graph's arguments in the same way for all replicas."""
     if home.type == "cpu":
         return arguments
     return re.sub(rf"device\(type='{home.type}', index={home.index}\)|'{home.type}:{home.index}'", "home", arguments)

@@ -125,12 +125,12 @@ class InductorBackend:
 
 
 def compiling_once(backend: Backend) -> Backend:
-    """Replace torch's own backend by ours with the same options, but for CUDA graphs; others stay."""
+    """Replace torch's backend by everygpu's, with the same options, except for CUDA graphs; others stay."""
     return InductorBackend(backend.config) if isinstance(backend, InductorWrapper) else backend
 
 
 def backend_of(context: Any) -> Backend | None:
-    """Find the backend that a user's ``torch.compile`` was given; None where torch doesn't tell."""
+    """Find the backend that a user's ``torch.compile`` was given; None if torch doesn't say."""
     found: Any = getattr(context, "callback", None)
     while hasattr(found, "_torchdynamo_orig_backend"):
         found = found._torchdynamo_orig_backend
@@ -138,7 +138,7 @@ def backend_of(context: Any) -> Backend | None:
 
 
 def _keep_saved_tensors() -> None:
-    """Have backward leave alone what forward saved, for ``backward(retain_graph=True)``.
+    """Keep backward from freeing what forward saved, for ``backward(retain_graph=True)``.
 
     torch decides on it at the first backward, where it compiles that. All readers of the list of what backward may
     write share one object, so it is cleared in place.

@@ -97,7 +97,7 @@ class _Version:
     """A graph that was loaded for another GPU than it was compiled for."""
 
     def __init__(self, loaded: Any, compiled: Any) -> None:
-        # Dropped, a CompiledFxGraph takes its code apart: it lives as long as what runs it.
+        # A CompiledFxGraph that is dropped unloads its code: it must live as long as what runs it.
         self._loaded = loaded
         self._run = loaded.current_callable
         self._tuned: Mapping[str, Any] | None = _names_of(compiled)

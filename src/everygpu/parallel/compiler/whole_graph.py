@@ -103,7 +103,7 @@ class _Proof:
     probe: Tensor
     read_tensors: Callable[[dict[str, Any]], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...]
-    """All that forward reads beside its arguments: a capture reads these, at their addresses."""
+    """All that forward reads besides its arguments: a capture reads these, at their addresses."""
     read_rest: Callable[[dict[str, Any]], list[Any]]
     rest: list[Any]
     """What Dynamo has no guards on, or none that see each change."""
@@ -118,7 +118,7 @@ class WholeGraph:
     here its backend runs nothing. Not seen are the values and addresses of tensors (``p.data = other``) and autograd's
     hooks on tensors. A module that is compiled, or has a compiled module below it, is refused.
 
-    ``prove`` holds Dynamo's lock; ``holds`` may run in several threads, but not beside a ``prove`` of the same object.
+    ``prove`` holds Dynamo's lock; ``holds`` may run in several threads, but not during a ``prove`` of the same object.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,7 +150,7 @@ class WholeGraph:
     def still_holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Check the guards, where torch's settings are known to be as they were."""
         proof = self._proof
-        # Read anew: guards on an object that is gone fail by taking the entry away, as torch._dynamo.reset() does.
+        # Read again: guards on an object that is gone fail by removing the entry, as torch._dynamo.reset() does.
         entry = next(iter(cache_entries(proof.code)), None) if proof is not None else None
         if proof is None or entry is None:
             return False
@@ -269,7 +269,7 @@ def _rest_reader(trace: Any) -> Callable[[], list[Any]]:
 def _code_of(owner: type, name: str) -> tuple[Any, Any]:
     """Return a class's function and its code; that of a property's getter; of anything else, None as the code."""
     value = getattr(owner, name, None)
-    value = getattr(value, "fget", getattr(value, "__func__", value))  # a class method is bound anew by each look
+    value = getattr(value, "fget", getattr(value, "__func__", value))  # each access binds a class method again
     return value, getattr(value, "__code__", None)
 
 
@@ -283,7 +283,7 @@ class _SaidOnce(set[Any]):
 
 
 def _as_aliases(arguments: Any) -> Any:
-    """Give each tensor without gradient another object: Dynamo may look one up that is a global or an attribute, too,
+    """Give each tensor without gradient another object: Dynamo may find one that is also a global or an attribute,
     as either, and guards that the two are the same by halves. Different objects are guarded to stay different. Of two
     that share memory, Dynamo takes the second one for written: that gets memory of its own.
     """

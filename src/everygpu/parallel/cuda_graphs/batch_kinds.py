@@ -31,7 +31,7 @@ MAX_NEW = 0.9
 """Part of them that may be of kinds that hadn't; if more are, no more is captured: hardly any comes again."""
 
 LONG_WINDOW = 1000
-"""Steps of which most are to be captured ones; else one line says how many kinds there are."""
+"""Number of steps; unless most of them are replayed, a log line says how many kinds of batches came."""
 
 _PAD = "Pad batches to fewer lengths: pad_to_multiple_of=64 in transformers' collators"
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("everygpu")
 class BatchKinds:
     """Counts batches by kind, which is their shapes and all else that a capture depends on.
 
-    Where there is no room for a further capture, that of the kind whose last batch is longest ago goes, once batches of
+    Without memory for another capture, the least recently used one is dropped, once batches of
     another have come ``NUM_WARM_UPS`` times since.
     """
 
@@ -61,7 +61,7 @@ class BatchKinds:
         self._has_told = False
 
     def come_again(self, key: Any) -> bool:
-        """Note a batch's kind; return whether batches of a kind come again, as far as is known."""
+        """Note a batch's kind; return whether batches of a kind come again, as far as known."""
         self._step += 1
         self._num_seen += 1
         self._num_new += key not in self._times and key not in self._captured
@@ -76,7 +76,7 @@ class BatchKinds:
         return num_new <= MAX_NEW * WINDOW
 
     def is_due(self, key: Any) -> bool:
-        """Count a batch without a capture; return whether it is to be captured now."""
+        """Count a batch without a capture; return whether to capture it now."""
         times = self._times.pop(key, None) or deque[int](maxlen=NUM_WARM_UPS + 1)
         self._times[key] = times  # moved to the end, as the last seen
         times.append(self._step)
@@ -98,7 +98,7 @@ class BatchKinds:
         return bool(self._known)
 
     def kind_to_evict(self) -> Any:
-        """Return the kind whose capture is to go before a further one is made; None where there is room."""
+        """Return the kind whose capture to drop before another one is made; None if memory suffices."""
         if not self._captured or self._why_full() is None:
             return None
         oldest = next(iter(self._captured))
@@ -119,7 +119,7 @@ class BatchKinds:
         self.tell(f"{reason}.")
 
     def forget(self) -> None:
-        """Count anew."""
+        """Restart counting."""
         for counted in (self._times, self._captured, self._known, self._refused):
             counted.clear()
 

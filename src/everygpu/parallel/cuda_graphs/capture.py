@@ -52,7 +52,7 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 ForwardProof = Callable[[], bool]
-"""The proof behind one capture tells whether all that forward reads is as it was, beside its arguments, which the
+"""The proof behind one capture: whether all that forward reads is unchanged, besides its arguments, which the
 capture knows by kind, and torch's settings, which ``Capture`` guards. Replicas do with their rows what the first one
 does with its own.
 """
@@ -74,10 +74,10 @@ class ForwardProofs:
         return self._known(*_first_call(batch, spec)) is not None
 
     def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec, *, is_first: bool) -> ForwardProof | str:
-        """Return a proof for the first replica's part of a batch, or why there is none.
+        """Return a proof for the first replica's part of a batch, or why it failed.
 
         Args:
-            is_first: Nothing is captured now: proofs that don't hold are of no use any more.
+            is_first: Nothing is captured now: proofs that don't hold are dropped.
         """
         call = _first_call(batch, spec)
         graph: WholeGraph | str | None = self._known(*call)
@@ -96,7 +96,7 @@ class ForwardProofs:
     def _prove(self, module: nn.Module, call: CallArguments, *, is_first: bool) -> WholeGraph | str:
         if is_first:
             self._graphs, self._num_open = [], 0
-        graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
+        graph = WholeGraph(compiled_original(module) or module)  # compiled code does what its original does
         # Not at first, as it takes longer and most models are trained on batches of one kind; nor again and again, as
         # some modules have to be traced for each shape.
         is_open = bool(self._graphs) and self._num_open < MAX_OPEN
@@ -119,13 +119,13 @@ def _first_call(batch: Batch, spec: ScatterSpec) -> CallArguments:
 
 
 MAX_ATTEMPTS = 12
-"""Times that captures are begun anew until one has been replayed ``LONG`` times: a model that changes all the time
+"""How often captures are made again until one has been replayed ``LONG`` times: a model that changes all the time
 isn't worth more."""
 
 _LOADING_S = 2.0
-"""How long a capture waits for a batch that is being loaded by a thread beside it."""
+"""How long a capture waits for a batch that another thread is loading."""
 LONG = 100
-"""Replays after which attempts are counted anew."""
+"""Replays after which attempts are counted again."""
 
 
 Result = TypeVar("Result")
@@ -155,7 +155,7 @@ class Capturable(ABC, Generic[Result]):
         return False
 
     def forwarding(self) -> AbstractContextManager[Any]:
-        """Have torch's settings within be those that forward runs under."""
+        """Apply the torch settings that forward runs under, within the block."""
         return nullcontext()
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Capturable(ABC, Generic[Result]):
 
     @abstractmethod
     def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Any) -> Any:
-        """Have the graph capture the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
+        """Capture the step's work on a batch in the graph; the result is passed to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
         """After a failure, switch to another way of capture; False when none is left."""
@@ -208,7 +208,7 @@ class Capture(Generic[Result]):
         route: How batches are cut.
         must: Raise where a step can't be captured, and capture also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
-        proves: Each capture has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
+        proves: Each capture has a proof of what forward does, hooks and all, and also sends frozen parameters, which
             may be written in between.
         proves_hooks: A capture has such a proof where there are hooks of forward.
         is_promised: What can't be seen, such as a generator's state, doesn't change what steps do.
@@ -290,7 +290,7 @@ class Capture(Generic[Result]):
 
     @contextmanager
     def running_eagerly(self) -> Iterator[None]:
-        """Have a step that ``run`` has left to the caller run within."""
+        """Run an eager step within, after ``run`` has returned None."""
         notes_code, self._notes_code = self._notes_code, False
         if not notes_code:
             yield
@@ -382,9 +382,9 @@ class Capture(Generic[Result]):
         if self._code.version != version:  # what more is read is held from the next step on
             return None
         if has_drawn and not isinstance(found, str):
-            if not is_alone:  # a thread that loads a batch may have, too: again at a later step
+            if not is_alone:  # a thread that loads a batch may have drawn instead: try at a later step
                 return None
-            found = "the step, or a thread beside it, draws random numbers on the host, which a capture would repeat"
+            found = "the step, or another thread, draws random numbers on the host, which a capture would repeat"
         if not isinstance(found, str) and self._guards is not None:
             if change := self._guards.find_change():
                 found = f"the step writes {change}, which a capture doesn't repeat"

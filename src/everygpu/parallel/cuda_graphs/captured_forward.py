@@ -58,10 +58,10 @@ def find_unsupported_tensor(module: nn.Module) -> str | None:
 
 
 def seal_outputs(outputs: list[Any]) -> list[Any]:
-    """Return outputs of which a replay can make others: in place of objects with tensors in them, ``Opaque``s.
+    """Return outputs that a replay can rebuild: ``Opaque`` replaces objects with tensors in them.
 
     Raises:
-        CaptureError: one can't be made anew.
+        CaptureError: one can't be rebuilt.
     """
     sealed: list[Any] = tree.map_leaves(_seal, outputs)
     return sealed
@@ -230,7 +230,7 @@ class CapturedForward(Capturable[PerReplica]):
         return self.capture.run((args, kwargs, ()))
 
     def watch(self, outputs: list[Any]) -> list[Any]:
-        """Return an eager call's outputs, which note how backward goes through them: a capture's will, too.
+        """Return an eager call's outputs, which note how backward goes through them: it must do the same in a capture.
 
         They are aliases: gradients also reach an output that others were computed from, used or not.
         """
@@ -385,7 +385,7 @@ class CapturedForward(Capturable[PerReplica]):
         """Send the parameters and run the replicas, with leaves in place of the first one's."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         if self._proves:
-            self._replicas.forget()  # by each replay frozen parameters are sent, too, as in threads
+            self._replicas.forget()  # each replay also sends frozen parameters, as the threads engine does
         self.sync.send()
         args, kwargs, _ = batch.read()
         groups = list(zip(self.sync.groups, prepared.leaves, prepared.homes))

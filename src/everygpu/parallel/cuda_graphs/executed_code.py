@@ -51,7 +51,7 @@ class ExecutedCode:
         self._nested: set[int] = set()
         self._closures: dict[int, list[tuple[Any, ...]]] = {}
         self._num_imports: dict[int, int] = {}
-        """Which go on in a thread: what they run has run before the next step."""
+        """These continue in a thread; their code has run before the next step."""
         self._is_left_out = functools.cache(is_left_out)
         self._compiled: str | None = None
         """Names code that was compiled where nobody looked."""
@@ -67,7 +67,7 @@ class ExecutedCode:
         try:
             with without_collecting(), profiling(self._note):
                 yield
-        finally:  # what fails has run some code, too
+        finally:  # a failed step has also run some code
             if len(self._seen) > num or self._closures:
                 before = len(self.functions)
                 self._find_functions()
@@ -92,7 +92,7 @@ class ExecutedCode:
             made_from = compiled_from(code)
             original, inlined = (code, []) if made_from is None else made_from
             if inlined is None:
-                self._compiled = f"what torch.compile has made of {original.co_name} can't be seen"
+                self._compiled = f"the code that torch.compile made of {original.co_name} can't be seen"
             for part in (original, *(c for c in inlined or () if not is_left_out(c.co_filename))):
                 self._codes[id(part)] = part
                 self._nested.update(map(id, _codes_in(part)))
@@ -139,7 +139,7 @@ class ExecutedCode:
 
 @contextmanager
 def profiling(profile: Any) -> Iterator[None]:
-    """Have a function called by Python at each call of this thread within; a profiler of the user's pauses."""
+    """Register a function that Python calls at each call of this thread; a user's profiler pauses."""
     before = sys.getprofile()
     sys.setprofile(profile)
     try:

@@ -89,7 +89,7 @@ class ModuleGuards:
         self._unseen_layouts = [layout for layout in self._layouts if not seen.issuperset(map(id, layout.modules))]
 
     def is_current(self, roots: Sequence[nn.Module], others: Sequence[Any], *, addresses: bool = True) -> bool:
-        """Whether everything is as it was; with ``addresses``, tensors are at the same ones, too."""
+        """Whether everything is as it was; with ``addresses``, tensors also have the same addresses."""
         return (
             are_same(roots, self._roots)
             and are_same(others, self._others)
@@ -122,7 +122,7 @@ class ModuleGuards:
         return None if self.state is None else self.state.find_change()
 
     def find_written(self) -> str | None:
-        """Name a frozen parameter that was written since, or is in other memory; None where there is none."""
+        """Name a frozen parameter that was written since, or is in other memory; None if no parameter was."""
         then = dict(zip(map(id, self._dense), self._addresses))
         written = {id(t) for t, version in zip(self._fixed, self._key[_WRITES]) if version_of(t) != version}
         for root in self._roots:

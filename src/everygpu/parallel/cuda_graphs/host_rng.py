@@ -14,7 +14,7 @@ from everygpu.torch_private.core import TorchDispatchMode, tree_flatten
 
 
 class DrawGate:
-    """Keeps threads that load batches apart from captures: both may draw from the process's generators."""
+    """Excludes threads that load batches during a capture: both may draw from the process's generators."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -22,7 +22,7 @@ class DrawGate:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw within, beside others, once no capture goes on."""
+        """Draw within, concurrently with others, while no capture runs."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_alone)
             self._num_drawing += 1
@@ -35,7 +35,7 @@ class DrawGate:
 
     @contextmanager
     def alone(self, limit_s: float) -> Iterator[bool]:
-        """Have those that draw wait within; False where one has not come to an end in time."""
+        """Block threads that draw, within; yield False if one has not finished in time."""
         with self._changed:
             self._num_alone += 1
             is_alone = self._changed.wait_for(lambda: not self._num_drawing, limit_s)
@@ -127,7 +127,7 @@ def _is_among(x: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Have cuDNN draw the seed of recurrent layers' dropout now, where it has yet to.
+    """Make cuDNN draw the seed of recurrent layers' dropout now, unless it has.
 
     It does so in the first call after a generator's state was set, by reading a random number back from the GPU, which
     can't be captured. Dynamo sets the state, and so does a replay.

@@ -1,4 +1,4 @@
-"""CUDA graphs over several devices, one capture at a time in a process, and work that is captured beside a backward."""
+"""CUDA graphs over several devices, one capture at a time in a process, and captured work that overlaps a backward."""
 
 import contextlib
 import functools
@@ -122,7 +122,7 @@ class MultiGpuGraph:
         """Call a function; what it queues on the devices is captured, and not run.
 
         One thread at a time may do so; see ``CaptureLock``. The function has run before, so that libraries are loaded;
-        it may use threads, and streams beside the current ones; but memory is the graph's only where it is made on the
+        it may use threads, and streams besides the current ones; but memory is the graph's only where it is made on the
         current ones. What it returns has its values after each ``replay``. Where it raises, memory is returned, and
         random generators are as before; see ``has_replaced_generators``.
         """
@@ -151,7 +151,7 @@ class MultiGpuGraph:
         return MultiGpuGraph(self._devices, self._pool)
 
     def may_replay(self) -> contextlib.AbstractContextManager[bool]:
-        """Have what is replayed within find fresh random numbers; False where another thread is capture: before torch
+        """Provide fresh random numbers for a replay within; False while another thread is capturing: before torch
         2.13 none can be drawn then, and a capture that draws none is known as such only after its first replay.
         """
         return CAPTURE_LOCK.taken(captures=False) if self._random else contextlib.nullcontext(True)
@@ -203,7 +203,7 @@ class MultiGpuGraph:
             self._graph.capture_end()
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
-                self._graph.capture_end()  # or the stream would go on capturing
+                self._graph.capture_end()  # or the stream would stay in capture mode
             self._replace_generators()
         self._stop_allocating(self._devices)
         with contextlib.suppress(RuntimeError):
@@ -283,7 +283,7 @@ def return_memory(devices: Sequence[torch.device]) -> None:
     with profiling(None):  # what finalizers and callbacks run is no part of a step
         gc.collect()
     CAPTURE_LOCK.run_deferred()
-    # Libraries' workspaces: those of the graph are to be its own.
+    # Libraries' workspaces: the graph needs its own.
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
 
@@ -319,7 +319,7 @@ class ReadyEvents:
         """By group and replica, the last to be ready last."""
 
     def counter(self, group: int, replica: int, tensors: Iterable[Tensor]) -> Callable[[Tensor], None]:
-        """Make what is to be called with each of a replica's tensors of a group when its gradient is there."""
+        """Return a hook to call with each of a replica's tensors of a group when its gradient is ready."""
         left = set(map(id, tensors))
 
         def note(t: Tensor) -> None:
@@ -331,7 +331,7 @@ class ReadyEvents:
         return note
 
     def mark(self, group: int) -> None:
-        """Have a group be ready with what is queued on all devices now."""
+        """Mark a group as ready after the work that is queued on all devices now."""
         for replica, d in enumerate(self._devices):
             self._ready[group, replica] = torch.cuda.current_stream(d).record_event()
 
@@ -350,16 +350,16 @@ class ReadyEvents:
                 handle.remove()
 
     def forget(self, group: int, replica: int) -> None:
-        """Have a group wait for all that is queued for a replica: it is not as it was at the moment."""
+        """Make a group wait for all work queued for a replica: its gradients have changed since the event."""
         self._ready.pop((group, replica), None)
 
     def run_overlapped(self, works: Mapping[int, Callable[[], None]]) -> None:
-        """Queue each group's work beside what is left of the backward, and have the current streams wait for it.
+        """Queue each group's work while the rest of backward runs, and make the current streams wait for it.
 
         Groups come in the order in which they are ready: one that comes too early holds up those behind it. Each is
-        called with the streams current that it is to be queued on.
+        called with the streams current on which to queue it.
         """
-        streams = [kept_stream(d, "beside backward") for d in self._devices]
+        streams = [kept_stream(d, "during backward") for d in self._devices]
         now = [torch.cuda.current_stream(d).record_event() for d in self._devices]
         for group in self._in_order(works):
             for stream in streams:

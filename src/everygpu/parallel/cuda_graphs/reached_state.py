@@ -67,7 +67,7 @@ def bits_of(value: Any) -> Any:
 
 
 def fill_lazily(kind: type) -> None:
-    """Have a class get what Python gives it when it is first asked for, as by a copy or a trace: no change later on."""
+    """Create now what Python adds to a class at first use, as by a copy or a trace, so that it is no change later."""
     with suppress(Exception):
         copyreg._slotnames(kind)  # type: ignore[attr-defined]
     with suppress(Exception):
@@ -379,7 +379,7 @@ class _Elements:
 
 
 class _Read:
-    """One value, which is read anew each time."""
+    """One value, read each time."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read
@@ -438,7 +438,7 @@ def _slots_of(kind: type) -> "tuple[types.MemberDescriptorType, ...]":
 
 @functools.cache
 def _hides_state(kind: type) -> bool:
-    """Whether objects have memory beside their attributes and elements: those of most classes that are written in C."""
+    """Whether objects have memory besides attributes and elements, as those of most classes written in C do."""
     base = next(base for base in _BASES if issubclass(kind, base))
     num_references = len(_slots_of(kind)) + sum(
         getattr(kind, name) > 0 and getattr(base, name) <= 0 for name in ("__dictoffset__", "__weakrefoffset__")

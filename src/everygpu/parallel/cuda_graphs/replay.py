@@ -29,7 +29,7 @@ DIFFERENTIATED_AGAIN = "gradients are differentiated again (create_graph=True)"
 
 
 class Opaque:
-    """An output that is no container but has tensors in it, such as a transformer's cache: each replay makes it anew.
+    """An output that is no container but has tensors in it, such as a transformer's cache: each replay rebuilds it.
 
     Raises where it can't be pickled, or has a parameter or another kind of tensor in it.
     """

@@ -52,7 +52,7 @@ def describe_batch(batch: Batch, route: ScatterSpec, found: BatchLeaves | None =
 
 
 class StaticBatch:
-    """Memory on all devices for batches that are described alike."""
+    """Memory on all devices for batches with equal descriptions."""
 
     def __init__(self, batch: Batch, route: ScatterSpec) -> None:
         self._route = route
@@ -87,7 +87,7 @@ class StaticBatch:
         return [t._version for t in self.tensors()]
 
     def read(self) -> Batch:
-        """Return the batch, made of this memory, for the current streams."""
+        """Return the batch in this memory, for use on the current streams."""
         values = {i: slot.read() for i, slot in self._slots.items()}
         places = iter(self._places)
         made: Batch = tree.map_leaves(lambda _: values[next(places)], self._structure)
@@ -166,7 +166,7 @@ def _containers(value: Any) -> Any:
     """Return what containers are besides their leaves, of which those that are empty have none.
 
     Raises:
-        NotStatic: one has an attribute that is no plain number or string, or something of its own beside its children.
+        NotStatic: one has an attribute that is no plain number or string, or something of its own besides its children.
     """
     opened = tree.open_container(value)
     if batch_type(value) is not None:
@@ -208,7 +208,7 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) 
         return _describe_shards(path, leaf, plan, route)
     if type(leaf) is not Tensor or not is_dense(leaf):
         raise NotStatic(f"{path} is no plain dense tensor")
-    return leaf.shape, leaf.dtype, leaf.stride()  # with the plan, they tell how it is spread
+    return leaf.shape, leaf.dtype, leaf.stride()  # with the plan, they say how it is distributed
 
 
 def _frozen(context: Any) -> Any:

@@ -97,7 +97,7 @@ def send_blocks(
     lengths: Sequence[Tensor],
     targets: Sequence[Tensor],
 ) -> None:
-    """Have each device send the blocks of its chunk, on the current streams; tables as for ``kernels.run_send``."""
+    """Broadcast the blocks of each device's chunk, on the current streams; tables as for ``kernels.run_send``."""
     from everygpu.comm import kernels  # needs Triton, which not every machine has
 
     for rank, (d, *tables) in enumerate(zip(devices, sources, lengths, targets)):
@@ -117,7 +117,7 @@ def add_blocks(
     first: int = 0,
     notes: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
-    """Have each device add the blocks of its chunk up, on the current streams; tables as for ``kernels.run_add``, and
+    """Reduce the blocks of each device's chunk there, on the current streams; tables as for ``kernels.run_add``, and
     what else that takes, for each device. ``first`` is the first one's place in ``sources``.
     """
     from everygpu.comm import kernels
@@ -206,7 +206,7 @@ class ParamGroup:
         """Where each replay puts the sums, without kernels."""
         self.lengths = [block_lengths(plan, rank).to(d) for rank, d in enumerate(self.workers)]
         self.zeros = [torch.zeros(BLOCK_NUMEL, dtype=plan.dtype, device=d) for d in self.workers]
-        """Read in place of gradients that there are none of."""
+        """Zeros, read in place of missing gradients."""
         # Kernels read what is laid out otherwise, as a recurrent layer's weights may be, from a copy.
         sources = [lay_out(t, slot, plan.dtype, devices[0]) for t, slot in zip(reals, plan.slots)]
         self._staged = [
@@ -223,12 +223,12 @@ class ParamGroup:
         """Return for each device what a capture takes gradients of.
 
         On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
-        autograd accumulates the parameters' gradients on streams that are none of the capture's.
+        autograd accumulates the parameters' gradients on streams outside the capture.
         """
         return [new_leaves(self.originals), *self.twins]
 
     def put_back(self, leaves: Sequence[Sequence[Tensor]], homes: Sequence[Tensor]) -> None:
-        """Have leaves be where they were made, the first device's at ``homes``: recurrent layers move them."""
+        """Move leaves back to their first memory, the first device's to ``homes``: recurrent layers move them."""
         for tensors, slots in zip(leaves, [homes, *self._slots]):
             put_back(tensors, slots)
 
@@ -242,7 +242,7 @@ class ParamGroup:
             send_blocks(self.plan, self.workers, self._sources, self.lengths, self._targets)
 
     def allocate_sums(self) -> int:
-        """Before a replay, make memory for its sums on the current stream; return its address."""
+        """Before a replay, allocate memory for its sums on the current stream; return the address."""
         self._total = self.copied
         if self._total is None:
             self._total = torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.devices[0])
@@ -260,7 +260,7 @@ class ParamGroup:
 
 
 class GradReducer:
-    """Adds a group's gradients up in one capture, where backward has left them: its memory stays where it is."""
+    """Sums a group's gradients in one capture, where backward has left them: its memory stays where it is."""
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
@@ -337,11 +337,11 @@ class ParameterSync:
         synchronize_streams(self._devices)
 
     def make_reducers(self) -> list[GradReducer]:
-        """Make what adds gradients up in one capture, for each group, before it begins."""
+        """Make the reductions of one capture, one per group, before it begins."""
         return [GradReducer(group) for group in self.groups]
 
     def allocate_sums(self) -> None:
-        """Before a replay, make memory for its sums, which will be the user's."""
+        """Before a replay, allocate memory for its sums, which the user will own."""
         places = torch.tensor([b.allocate_sums() for b in self.groups], dtype=torch.int64, device="cpu")
         on_gpus = self._devices[0].type == "cuda"
         places = places.pin_memory() if on_gpus else places

@@ -24,8 +24,8 @@ class CapturedReplicas(Engine):
     Args:
         context: What the captures are made from.
         eager: Runs what isn't captured, and what is, while it is captured: the first step waits for nothing.
-        proves: Capture only forwards of which Dynamo proves that a capture does the same, and only while most batches
-            are of a few shapes; else give up, with one line that says why.
+        proves: Capture only forwards for which Dynamo proves that a capture does the same, and only while most batches
+            have one of a few shapes; else stop capturing, with one log line that says why.
     """
 
     replays = True

@@ -2,7 +2,7 @@
 
 A compiled call is a few launches: it returns long before the device is done, so one thread keeps all devices busy,
 where eager replicas would wait for each other's Python. torch's guards see to it that Python state, shapes and control
-flow mean what they mean without compiling; how often it compiles anew is torch's to limit.
+flow mean what they mean without compiling; torch limits how often it compiles again.
 """
 
 import logging
@@ -110,7 +110,7 @@ def _compiler_of(module: nn.Module) -> tuple[Compiler, CompileOnce]:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """Look into what ``torch.compile`` made of a module."""
+    """Look into the code that ``torch.compile`` made of a module."""
     original = compiled_original(module)
     return module if original is None else original
 

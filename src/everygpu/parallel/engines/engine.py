@@ -35,7 +35,7 @@ class EngineContext:
     make_replicas: Callable[[Callable[[], ReplicaLeaves] | None], ReplicaSet]
     """Makes replicas whose parameters are leaves, or connected to the module's."""
     has_ranks: bool
-    """Whether gradients are added up over ranks, by hooks on parameters."""
+    """Whether gradients are all-reduced, by hooks on parameters."""
     bucket_cap_mb: float | None
     """Size at which a group of parameters is closed, in MiB; None for the defaults."""
 
@@ -57,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def stop_capturing(self, reason: str) -> None:
-        """Take note that the caller makes no captures, either, and why."""
+        """Note that the caller also makes no captures, and why."""
         return
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
@@ -79,7 +79,7 @@ class Engine(Protocol):
         return output
 
     def watch(self, outputs: list[Any]) -> list[Any]:
-        """Take note of what the replicas returned from ``run``, and return it."""
+        """Note what the replicas returned from ``run``, and return it."""
         return outputs
 
     def close(self) -> None:

@@ -37,12 +37,12 @@ def is_recomputing() -> bool:
 
 
 def is_in_replica() -> bool:
-    """Whether a replica makes the present call, side by side with others."""
+    """Whether a replica makes the present call, concurrently with others."""
     return _replica_context.get() is not None
 
 
 class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
-    """A replica did not go on, because another one had failed."""
+    """A replica did not continue, because another one had failed."""
 
 
 def barrier(value: Any, combine: Combine) -> Any:
@@ -62,7 +62,7 @@ def barrier(value: Any, combine: Combine) -> Any:
 class ReplicaScheduler:
     """Runs replicas on the same device one after another, in order, and cancels the remaining ones after a failure.
 
-    A replica that waits at a barrier lets the next one run; after the barrier they go on in order.
+    A replica that waits at a barrier lets the next one run; after the barrier they continue in order.
     So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time. ``in_order`` has
     replicas on different devices run one after another, too; ``at_once`` has all run side by side. Of those in order,
     ``random`` gives each numbers of its own.
@@ -95,7 +95,7 @@ class ReplicaScheduler:
     @contextmanager
     def turn(self, index: int) -> Iterator[None]:
         """Run a replica within, once those before it on its device have ended or wait at a barrier; an exception stops
-        the others, of which those that have not begun raise ``Cancelled``.
+        the others; replicas that have not begun raise ``Cancelled``.
         """
         try:
             with self._changed:

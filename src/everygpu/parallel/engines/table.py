@@ -28,7 +28,7 @@ def _captured(context: EngineContext) -> Engine:
 
 def can_gain(context: EngineContext) -> bool:
     """Whether captures may be faster: not on the CPU, nor than one module that its user has compiled. Over ranks
-    there are none, for the hooks that add gradients up.
+    there are none, for the hooks that sum gradients.
     """
     is_users = len(context.devices) == 1 and compiled_original(context.module()) is not None
     return context.devices[0].type == "cuda" and not is_users and not context.has_ranks

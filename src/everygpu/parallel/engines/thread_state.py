@@ -44,7 +44,7 @@ class Modes:
 
     @classmethod
     def now(cls, devices: Sequence[torch.device]) -> "Modes":
-        """Return the calling thread's, as far as they matter on these devices."""
+        """Return the calling thread's settings that matter on these devices."""
         kinds = dict.fromkeys(["cpu", *(d.type for d in devices)])
         return cls(
             records_grads=torch.is_grad_enabled(),
@@ -133,7 +133,7 @@ class ThreadState:
 
 
 def _one_at_a_time(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> SavedTensorHooks:
-    """Have one thread at a time unpack tensors.
+    """Let one thread at a time unpack tensors.
 
     Autograd has a thread for each GPU. The first tensor of a checkpoint that is unpacked has the forward run again:
     a second thread would run it once more, while the first one does.
@@ -163,8 +163,8 @@ def leave_checkpoints(error: BaseException) -> None:
 
 
 class FactoryDevice(DeviceContext):
-    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share. ``use`` is told
-    when a tensor is made without ``device=``.
+    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share. ``use`` is
+    notified when a tensor is made without ``device=``.
     """
 
     def __init__(self, device: torch.device, use: "FactoryUse | None" = None) -> None:
@@ -252,7 +252,7 @@ def fresh_casts(*, caches: bool = True) -> Iterator[None]:
 def on_device(device: torch.device, stream: torch.cuda.Stream | None, mode: MakeMode | None = None) -> Iterator[None]:
     """Make a device current for a replica: ``.cuda()`` means this one. On the CPU the caller's default stays.
 
-    ``mode`` has tensors made without ``device=`` be there: ``FactoryDevice`` beside other threads, or torch's own,
+    ``mode`` puts tensors made without ``device=`` there: ``FactoryDevice`` if other threads run, or torch's own,
     which its compiler knows.
     """
     with ExitStack() as stack:

@@ -201,7 +201,7 @@ class Workers(Engine):
 
 @functools.cache
 def _load_linear_algebra() -> None:
-    """Have torch load what it loads at the first use of torch.linalg: done in two threads at once, it fails.
+    """Load what torch loads at the first use of torch.linalg: done by two threads at once, that fails.
 
     Source: https://github.com/pytorch/pytorch/issues/90613
     """
@@ -247,7 +247,7 @@ def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device
         return values
     position, device, (_, args, kwargs) = calls[failed]
     shapes, error = _shapes(args, kwargs), errors[failed]
-    # Their rows may be no rows: a mask of as many rows as the batch was cut, too.
+    # These may not be rows: a mask with as many rows as the batch was also cut.
     advice = " Wrap an input that every replica needs whole in everygpu.Replicated(...)."
     where = ReplicaError(
         f"forward: replica {position} on {device} failed, called with {', '.join(shapes) or 'no tensors'}."

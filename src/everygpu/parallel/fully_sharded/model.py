@@ -1,4 +1,4 @@
-"""What a model that is shared out does around each forward, as one of several ranks' models."""
+"""What a sharded model does around each forward, on each rank."""
 
 import contextlib
 import functools
@@ -91,7 +91,7 @@ class ShardedRankModel(RankModel):
         self._digest = zlib.crc32(key, self._digest)
 
     def _compare_backward(self, digests: list[float]) -> None:
-        """Refuse to go on where FSDP2 has added up gradients of one parameter and, on another rank, of another."""
+        """Refuse to continue where FSDP2 has summed gradients of one parameter and, on another rank, of another."""
         if len(set(digests)) > 1:
             raise CallError(
                 "DataParallel: the last backward gave gradients to other parameters on some ranks than on others, as a "
@@ -122,7 +122,7 @@ class ShardedRankModel(RankModel):
         return WeightedForward(self.group, self._anchor, self._anchor.is_reached)
 
     def call_as_forward(self, name: str) -> None:
-        """Have a method of the model find parameters whole, as forward does: ``generate`` calls parts of the model."""
+        """Gather the parameters for a method of the model, as for forward: ``generate`` calls parts of the model."""
         if name in self._methods:
             return
         from torch.distributed.fsdp import register_fsdp_forward_method  # takes two seconds
@@ -133,7 +133,7 @@ class ShardedRankModel(RankModel):
         setattr(self._module, name, functools.wraps(method)(partial(self._call, method)))
 
     def copy_buffers(self, module: nn.Module) -> None:
-        """Have all ranks begin with rank 0's buffers, in training."""
+        """Broadcast rank 0's buffers, in training."""
         if module.training:
             found = (table.get(key) for table, key in self._slots)
             write_from_first(self.group, [b for b in found if b is not None])
@@ -145,7 +145,7 @@ class ShardedRankModel(RankModel):
     def no_sync(self) -> Iterator[None]:
         """At ``"optimizer"``, keep whole gradients and parameters from backwards within to the first one after it.
 
-        At the other levels gradients are shared out after every backward: whole ones may not fit.
+        At the other levels gradients are sharded after every backward: whole ones may not fit.
         """
         root: Any = self._module
         holds = self.sharding.level == "optimizer" and not self._is_held

@@ -1,4 +1,4 @@
-"""Options of sharing a model out, checked, and which of its modules are shared out together."""
+"""Checked options of sharding, and which modules of a model are sharded together."""
 
 import functools
 import gc
@@ -21,7 +21,7 @@ from everygpu.parallel.fully_sharded.shards import is_shard
 from everygpu.ranks.group import Group, init_single
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Nobody calls these: no forward of theirs could ask for the parameters."""
+"""Modules that nobody calls: their forward can't gather the parameters."""
 _LEAST = 16
 """A module with fewer parameters than the largest block by this factor is no group of its own."""
 
@@ -33,14 +33,14 @@ class Groups:
     blocks: tuple[nn.Module, ...]
     """Alike, as the layers of a transformer."""
     others: tuple[nn.Module, ...]
-    """Beside them, such as have a quarter of all parameters; or, where there are no blocks, whatever is large."""
+    """Besides blocks, modules with a quarter of all parameters; without blocks, any large module."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((*self.blocks, *self.others))
 
 
 def find_groups(model: nn.Module, wrap: Sequence[type[nn.Module]] | None = None) -> Groups:
-    """Find blocks: children of one class in the outermost lists, or those of ``wrap``; then large modules beside them.
+    """Find blocks: children of one class in the outermost lists, or those of ``wrap``; then large modules besides them.
 
     Modules that share a parameter with one outside are left to the root, as nobody else has it whole for both.
 
@@ -59,7 +59,7 @@ def find_groups(model: nn.Module, wrap: Sequence[type[nn.Module]] | None = None)
         blocks = [b for b in blocks if num_parameters(b) * _LEAST >= largest]
         total = num_parameters(model)
         others = list(_large_children(model, set(blocks), total // (4 if blocks else _LEAST) or 1))
-    blocks, others = list(dict.fromkeys(blocks)), list(dict.fromkeys(others))  # one may stand in a list many times
+    blocks, others = list(dict.fromkeys(blocks)), list(dict.fromkeys(others))  # one may be in a list many times
     shared = _shared_parameters(model, [*blocks, *others])
     blocks, others = ([m for m in part if not _has_any(m, shared)] for part in (blocks, others))
     return Groups(tuple(blocks), tuple(others))
@@ -96,7 +96,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _large_children(module: nn.Module, blocks: set[nn.Module], least: int) -> Iterator[nn.Module]:
-    """Yield the modules beside the blocks that are large enough, and have none of them within."""
+    """Yield the modules besides the blocks that are large enough, and have none of them within."""
     for child in module.children():
         if child in blocks:
             continue
@@ -110,7 +110,7 @@ def _large_children(module: nn.Module, blocks: set[nn.Module], least: int) -> It
 
 
 def _shared_parameters(model: nn.Module, groups: Sequence[nn.Module]) -> set[int]:
-    """Return which parameters stand in several groups, or in one and outside of all."""
+    """Return the parameters that are in several groups, or both in one and outside of all."""
     owners: dict[int, set[int]] = {}
     group_of = {id(m): i for i, group in enumerate(groups) for m in group.modules()}
     for module in model.modules():
@@ -130,7 +130,7 @@ _ENGINES = ("auto", "threads", "compile")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a model is shared out."""
+    """How a model is sharded."""
 
     level: str
     """One of ``LEVELS``."""
@@ -145,7 +145,7 @@ class Sharding:
 
 
 def read_options(shard: Any, *, wrap: Any, precision: Any, checkpoint_activations: Any, engine: str) -> Sharding | None:
-    """Check the options of a ``DataParallel``; None where the model isn't to be shared out.
+    """Check the options of a ``DataParallel``; None where the model isn't to be sharded.
 
     Raises:
         OptionError: an option has no such value, or needs another.
@@ -154,7 +154,7 @@ def read_options(shard: Any, *, wrap: Any, precision: Any, checkpoint_activation
     if shard is None:
         given = next((name for name, value in alone.items() if value is not None), None)
         if given is not None:
-            raise OptionError(f"DataParallel: {given} needs shard=, one of {LEVELS}. TrainStep has precision=, too.")
+            raise OptionError(f"DataParallel: {given} needs shard=, one of {LEVELS}. TrainStep also has precision=.")
         return None
     kinds = [wrap] if isinstance(wrap, type) else wrap
     is_classes = kinds is None or all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
@@ -164,7 +164,7 @@ def read_options(shard: Any, *, wrap: Any, precision: Any, checkpoint_activation
         ("wrap", wrap, "a list of module classes", is_classes),
         ("precision", precision, tuple(PRECISIONS), precision in PRECISIONS),
         ("checkpoint_activations", checkpoint_activations, recomputed, checkpoint_activations in recomputed),
-        ("engine", engine, f"one of {_ENGINES} beside shard=", engine in _ENGINES),
+        ("engine", engine, f"one of {_ENGINES} with shard=", engine in _ENGINES),
     )
     for name, value, wanted, is_right in checks:
         if not is_right:
@@ -213,9 +213,7 @@ def check_tensors(module: nn.Module) -> None:
             if is_lazy(p):
                 _refuse(f"{stem}{name} is lazy and has no shape", "Run one batch through the model first")
             if p.ndim == 0:
-                _refuse(
-                    f"parameter {stem}{name} is of shape (), which has no rows to share out", "Make it of shape (1,)"
-                )
+                _refuse(f"parameter {stem}{name} is of shape (), which has no rows to shard", "Make it of shape (1,)")
             if p.is_sparse or (isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse):
                 _refuse(f"{stem}{name} has sparse gradients", "Pass sparse=False")
         persistent = {key.rpartition(".")[2] for key in child.state_dict(keep_vars=True)} if _has_meta(child) else set()
@@ -253,9 +251,9 @@ class _Kept(NamedTuple):
 
 
 class OldParameters:
-    """The parameters that a model had before it was shared out, in whose places others are now.
+    """The parameters that a model had before it was sharded, which others have replaced.
 
-    An optimizer made of them trains nothing, and raises nothing.
+    An optimizer made from them trains nothing, and raises nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -282,7 +280,7 @@ def _optimizers() -> Iterator[Any]:
 
 @functools.cache
 def refuse_steps() -> None:
-    """Have torch's optimizers that can't update shards say so at their steps; else operators inside them do."""
+    """Raise at steps of torch's optimizers that can't update shards; else operators inside them would."""
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         is_fused = isinstance(optimizer, (SGD, Adagrad)) and any(g.get("fused") for g in optimizer.param_groups)

@@ -46,7 +46,7 @@ def plan_memory(
     """Count what each way to train a model takes of a GPU, from all of it on each to the least.
 
     Args:
-        model: On the meta device; it is of no use afterwards.
+        model: On the meta device; it is unusable afterwards.
         run: Calls it on one GPU's batch, on the meta device, and returns what backward begins with; None leaves
             activations out.
         num_gpus: In all.
@@ -54,7 +54,7 @@ def plan_memory(
         wrap: As for ``DataParallel``.
     Source:
         FSDP2, which has two groups whole at once, as the next is fetched early, and one group's gradients, twice: as
-        backward makes them, and as they are added up. The root's group, and what comes after the blocks, stay whole.
+        backward makes them, and as they are summed. The root's group, and what comes after the blocks, stay whole.
     """
     groups = find_groups(model, wrap)
     dtype = PRECISIONS[precision]

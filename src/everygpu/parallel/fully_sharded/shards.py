@@ -1,4 +1,4 @@
-"""Tensors of which each rank has some rows: which they are, the whole of one, and a rank's part of a whole."""
+"""Tensors that are sharded by rows over ranks: tests, the full tensor, and a rank's shard."""
 
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -15,23 +15,23 @@ def is_shard(x: Any) -> bool:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Return a tensor with all ranks' rows, on its device; all ranks call it."""
+    """Gather a full tensor on its device; all ranks call it."""
     whole: Tensor = x.detach().full_tensor()  # type: ignore[attr-defined]
     return whole
 
 
 def local_if_single(x: Tensor) -> Tensor:
-    """Return a tensor as it is, but an ordinary one where no other rank has rows of it."""
+    """Return the local tensor of a shard on a single rank, and any other tensor unchanged."""
     return x.to_local() if is_shard(x) and x.device_mesh.size() == 1 else x  # type: ignore[attr-defined]
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Return the rows that this rank has, which share memory with the tensor."""
+    """Return this rank's rows, which share memory with the tensor."""
     return x.to_local() if is_shard(x) else x  # type: ignore[attr-defined]
 
 
 def shard_like(whole: Tensor, x: Any) -> Tensor:
-    """Return this rank's rows of a tensor that it has whole, spread as ``x`` is."""
+    """Shard a full tensor as ``x`` is sharded."""
     from torch.distributed.tensor import DTensor, Shard
 
     local = whole.detach()
@@ -48,14 +48,14 @@ def shard_like(whole: Tensor, x: Any) -> Tensor:
 
 
 def shard_state(state: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Put this rank's parts in the places of whole tensors in a state dict, where its own state has such."""
+    """Shard the full tensors in a state dict wherever the own state has shards."""
     for name, value in own.items():
         if is_shard(value) and isinstance(state.get(name), Tensor) and not is_shard(state[name]):
             state[name] = shard_like(state[name], value)
 
 
 def replicated(x: Tensor, like: Any) -> Tensor:
-    """Show a tensor that is the same on all ranks as torch wants it beside those that are shared out."""
+    """Return a tensor that is equal on all ranks as a DTensor, as torch needs it together with shards."""
     from torch.distributed.tensor import DTensor, Replicate
 
     made: Tensor = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

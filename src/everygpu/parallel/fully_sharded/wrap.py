@@ -1,4 +1,4 @@
-"""A model shared out over ranks by torch's FSDP2: every rank has some rows of each parameter."""
+"""A model sharded over ranks by torch's FSDP2: every rank has some rows of each parameter."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +34,10 @@ def share_out(group: Group, module: nn.Module, device: torch.device, sharding: S
     """Leave each rank its rows of rank 0's parameters, on its device; no rank has more than one group whole there.
 
     Classes are swapped in place, so names stay. Parameters on the meta device get values by ``reset_parameters`` of
-    their modules; where there is none they are nan, for a checkpoint to fill.
+    their modules; otherwise they are nan, to be filled by a checkpoint.
 
     Raises:
-        ModuleError: this model can't be shared out.
+        ModuleError: this model can't be sharded.
         OptimizerError: an optimizer has the parameters that were there before.
         RankError: on every rank: the ranks' models differ.
     """
@@ -86,7 +86,7 @@ def apply(
 
 
 def prepare_blocks(module: nn.Module, groups: Groups, sharding: Sharding) -> None:
-    """Have blocks compute their activations again in backward, and compile them, in this order, before they are shared.
+    """Checkpoint the activations of blocks, and compile them, in this order, before they are sharded.
 
     A model of ``transformers`` knows by itself how its caches go with that.
     """
@@ -115,7 +115,7 @@ def _tell(module: nn.Module, groups: Groups, size: int) -> None:
 
 @torch.no_grad()
 def _place(part: nn.Module, device: torch.device) -> list[Tensor]:
-    """Put what isn't shared out yet on the device, and return it."""
+    """Move what isn't sharded to the device, and return it."""
     from torch.distributed.tensor import DTensor
 
     tensors = [t for t in (*part.parameters(), *part.buffers()) if not isinstance(t, DTensor) and not t.is_meta]
@@ -163,7 +163,7 @@ def explaining_parts() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise CallError(
-            "DataParallel: a parameter is used while it is shared out: outside of the forward of the block that has "
+            "DataParallel: a parameter is used while it is sharded: outside of the forward of the block that has "
             "it, as embedding.weight or block.attention called from elsewhere. Pass wrap=[...] with the classes whose "
             "forward uses their parameters themselves; the rest is whole during the whole forward."
         ) from error

@@ -23,17 +23,17 @@ class OptimizerSteps:
         living.add(weakref.ref(self, living.discard))
 
     def are_awaited(self) -> bool:
-        """Whether a step could still tell something: most of these are of no parameters."""
+        """Whether parameters are waiting for a step."""
         return bool(self._params) and not self.have_come
 
     def note(self, params: set[int]) -> None:
-        """Take note of a step of some parameters, by ``id``."""
+        """Note a step of some parameters, by ``id``."""
         self.have_come = self.have_come or not params.isdisjoint(self._params)
 
 
 @functools.cache
 def _watched() -> "set[weakref.ref[OptimizerSteps]]":
-    """Have torch's optimizers note their steps, by hooks that stay: one removed while they are called is an error."""
+    """Register hooks that note steps of torch's optimizers; never removed, as removing during a call is an error."""
     living: set[weakref.ref[OptimizerSteps]] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attributes of a module made anew around other modules and tensors, wherever these are in them.
+"""Copies of a module's attributes around other modules and tensors, wherever these occur in them.
 
 A module's forward may be patched with a bound method, a partial or a closure over the module itself; a hook may be a
 method of another module; an LSTM has a list of its parameters. On a replica these must lead to the replica's.
@@ -41,7 +41,7 @@ def is_constant(value: Any) -> bool:
     """Whether a value can neither change nor refer to a tensor of the module tree."""
     if type(value) in CONSTANTS or isinstance(value, (type, enum.Enum)):
         return True
-    # NumPy's float64 is a float, too; a subclass with attributes is an object like any other.
+    # NumPy's float64 is also a float; a subclass with attributes is an object like any other.
     return isinstance(value, (int, float, complex, str, bytes)) and not hasattr(value, "__dict__")
 
 
@@ -53,7 +53,7 @@ class Remap:
 
     Args:
         others: By ``id`` of modules and tensors, what takes their places.
-        copy: Copies tensors that aren't among these; containers are then copied, too, so that replicas don't write
+        copy: Copies tensors that aren't among these; containers are then also copied, so that replicas don't write
             into each other's. When left out, what leads to none of ``others`` stays as it is.
     """
 
@@ -125,9 +125,9 @@ def is_copy(function: types.FunctionType) -> bool:
 
 @contextmanager
 def in_place_of(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Have a module and those below it use other tensors for their parameters, by these' ``id``, for a while.
+    """Make a module and its submodules use other tensors for their parameters, by ``id``, within the block.
 
-    Also where attributes lead to these: an LSTM computes with a list of its parameters, and makes it anew, with their
+    Also where attributes lead to these: an LSTM computes with a list of its parameters, and rebuilds it, with their
     memory moved, when its weak references are to others than the registered ones.
     """
     remap = Remap(others)

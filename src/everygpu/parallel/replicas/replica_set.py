@@ -118,7 +118,7 @@ class ReplicaSet:
 
     @contextmanager
     def with_leaves(self, others: Sequence[Mapping[int, Tensor]]) -> Iterator[None]:
-        """Have replicas use other leaves, those of each device by the ``id`` of what ``make_leaves`` gave."""
+        """Make replicas use other leaves, those of each device by the ``id`` of what ``make_leaves`` gave."""
         before = self._leaves
         self._leaves = [(i, [new.get(id(t), t) for t, new in zip(row, others)]) for i, row in before]
         try:
@@ -135,7 +135,7 @@ class ReplicaSet:
         return in_place_of(self.module, own) if own else nullcontext()
 
     def position_of(self, root: nn.Module) -> int | None:
-        """Return a replica's place among the devices; None where it is none of these."""
+        """Return a replica's place among the devices; None if it isn't among them."""
         roots = [self.module, *(replica.root for replica in self._replicas)]
         return next((i for i, replica in enumerate(roots) if replica is root), None)
 
@@ -201,7 +201,7 @@ class ReplicaSet:
         place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
         others = self._devices[1:]
         leaves = {} if self._make_leaves is None else self._make_leaves()
-        self._is_built = False  # until all is: what is interrupted is built anew
+        self._is_built = False  # until all is built: after an interrupt it is built again
         self._tree = ModuleTree(self.module)
         self._snapshot = Snapshot(self._tree.modules)
         self._replicas = [_Replica(self._tree, device) for device in others]
@@ -218,7 +218,7 @@ class ReplicaSet:
         self._steps = OptimizerSteps(tensors[i] for i in frozen if trusted)
         self._is_interrupted = self._is_forgotten = False
         # A bucket each: a node whose backward computes other parameters' gradients calls a hook without a gradient,
-        # and goes on into the graph of a buffer that an earlier forward has computed.
+        # and continues into the graph of a buffer that an earlier forward has computed.
         single = [[i] for i in flat if tensors[i].requires_grad and (has_hooks(tensors[i]) or not tensors[i].is_leaf)]
         alone = {*frozen, *(i for (i,) in single)}
         self._buckets: list[tuple[list[int], BroadcastBucket]] = []

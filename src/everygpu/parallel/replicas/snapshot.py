@@ -1,4 +1,4 @@
-"""What modules' attributes hold at every depth, recorded so that one comparison tells whether anything has changed."""
+"""What modules' attributes hold at every depth, recorded so that one comparison finds whether anything has changed."""
 
 import itertools
 import operator
@@ -39,7 +39,7 @@ class Snapshot:
         self._each: list[Contents | None] = [None] * len(modules)
         self._containers: list[set[int]] = [set() for _ in modules]
         self._linked: list[set[int]] = []
-        # All records as one, so that one comparison tells whether any module has changed: usually none has.
+        # All records as one, so that one comparison finds whether any module has changed: usually none has.
         self._all: Contents | None = None
 
     def is_same(self) -> bool:
@@ -49,7 +49,7 @@ class Snapshot:
     def changed(self) -> list[int]:
         """Return the indices of the modules that have changed since the last call, and record their state.
 
-        With a module come those that share a container with it: replicas' share its copy then, too.
+        A change includes modules that share a container with it: so do the replicas' copies.
         """
         if self._all is not None and self._all.is_same():
             found = set(self.volatile)

@@ -75,8 +75,8 @@ class Rows(list[T]):
         first, second = everygpu.parallel.scatter(images, ["cpu", "cpu"])
         len(first), first[1].shape, second[0].shape  # 2, (3, 50, 40), (3, 8, 8)
 
-    It may stand anywhere in the arguments, beside tensors with as many rows, whatever ``dim`` is; a ``collate_fn`` may
-    return it, and forward may. Of a plain list each tensor is cut by itself and the rest goes to every replica; and
+    It may be anywhere in the arguments, together with tensors of as many rows, whatever ``dim`` is. A ``collate_fn``
+    or forward may return it. Of a plain list each tensor is cut by itself and the rest goes to every replica; and
     lists that replicas return are joined item by item, as ``torch.nn.DataParallel`` joins them.
 
     Args:
@@ -104,7 +104,7 @@ class ReplicaObjects(list[Any]):
         self.rows = tuple(rows)
 
     def split(self, rows: Sequence[int]) -> list[Any]:
-        """Return the objects, for as many rows as they are of."""
+        """Return the objects, for as many rows as they have."""
         if tuple(rows) != self.rows:
             raise SplitError(
                 f"scatter: objects that replicas returned, such as {type(self[0]).__qualname__}, can be passed back "
@@ -212,7 +212,7 @@ def move_tree(value: Any, device: torch.device) -> Any:
     """Put every tensor of a nested value on one device, unwrapping ``Replicated``; no copy where it is there."""
 
     def move(leaf: Any) -> Any:
-        if type(leaf) is Tensor:  # nested ones, too
+        if type(leaf) is Tensor:  # also nested ones
             return leaf if leaf.device == device else comm.copy(leaf, device)
         if isinstance(leaf, Replicated):
             return move_tree(leaf.value, device)

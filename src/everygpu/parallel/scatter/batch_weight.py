@@ -1,4 +1,4 @@
-"""How much a batch, or a share of one, counts beside others: what the user counts, or what is known, or rows."""
+"""The weight of a batch, or of a share: what the user's ``weight=`` counts, what a loss has divided by, or rows."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ def weigh_batch(
 
     As ``weight`` says, called with the arguments, the targets after those by position. Left out, by the targets that
     torch's ``CrossEntropyLoss`` and ``NLLLoss`` average over, or by what the only loss in ``output`` was seen to be the
-    mean of; else by rows, of which ``check`` warns where labels say otherwise.
+    mean of; else by rows; ``check`` warns if labels say otherwise.
     """
     if weight is not None:
         try:
@@ -98,7 +98,7 @@ def _on_device(numbers: Sequence[Tensor], home: torch.device, rows: tuple[int, .
 
 
 def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
-    """Count the targets that the mean of torch's own losses is of."""
+    """Count the targets that torch's own losses average over."""
     ignored, classes = IGNORED, None
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean":
         ignored, classes = loss.ignore_index, loss.weight

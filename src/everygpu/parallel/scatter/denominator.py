@@ -55,7 +55,7 @@ def denominator_of(x: Tensor) -> Tensor | None:
 
 
 def note_denominator(x: Tensor, total: Tensor) -> None:
-    """Have ``denominator_of`` find what a tensor with a graph is the mean of; a write in place makes it unknown."""
+    """Note the denominator of a mean for ``denominator_of``; a write in place makes it unknown."""
     _notes_of(x.grad_fn).setdefault(_COUNTED, {})[x.output_nr] = total
 
 
@@ -79,7 +79,7 @@ def are_classes(x: Any) -> bool:
 
 @contextmanager
 def seeing_losses(modules: Sequence[Any]) -> Iterator[None]:
-    """Have ``transformers``' own loss functions make a graph where models have none, for ``denominator_of`` to see."""
+    """Make ``transformers``' loss functions build a graph where models have none, for ``denominator_of``."""
     library = sys.modules.get("transformers.loss.loss_utils")
     if library is None or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         yield
@@ -155,7 +155,7 @@ class LabelCheck:
             self._is_over = True
             logger.warning(
                 "%s: %s: their mean is taken by rows. Take each loss's own mean before adding; else pass weight=..., "
-                "such as weight=lambda ids, labels: (labels != -100).sum(), or the rows, if it is of these. This is "
+                "such as weight=lambda ids, labels: (labels != -100).sum(), or the rows, if it is their mean. This is "
                 "said once.",
                 self._caller, what,
             )  # fmt: skip

@@ -24,7 +24,7 @@ Named = Sequence[tuple[str, Any]]
 
 
 class Arguments:
-    """A call's arguments, taken apart into leaves once, and put together again around each replica's."""
+    """A call's arguments, flattened into leaves once, and rebuilt around each replica's."""
 
     def __init__(self, named: Named) -> None:
         self.leaves: list[tuple[str, Any]] = []
@@ -34,7 +34,7 @@ class Arguments:
 
     def _take(self, path: str, value: Any) -> Any:
         opened = None if type(value) is Tensor else open_batch(value)
-        if opened is None:  # a leaf stands for its place among them
+        if opened is None:  # a leaf is replaced by its index
             self.leaves.append((path, value))
             return len(self.leaves) - 1
         if len(opened.children) > 1 and type(value) in (list, tuple):
@@ -42,7 +42,7 @@ class Arguments:
         return opened.rebuild, [self._take(path + a, child) for a, child in zip(opened.accessors, opened.children)]
 
     def around(self, leaves: Sequence[Any]) -> list[Any]:
-        """Make the arguments anew, with other leaves in these ones' order."""
+        """Rebuild the arguments with other leaves, in the same order."""
         return [leaves[node] if type(node) is int else _make(node, leaves) for node in self._nodes]
 
 
@@ -67,7 +67,7 @@ def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
 
 
 def count_rows(leaves: Named, dim: int, num_devices: int) -> int | None:
-    """Return the number of rows that all leaves agree on, but for one entry per device; see ``find_rows``."""
+    """Return the number of rows that all leaves agree on, except for one entry per device; see ``find_rows``."""
     counts = [(path, x, rows_of(path, x, dim)) for path, x in leaves if type(x) not in WITHOUT_ROWS]
     sized = [found for found in counts if found[2] is not None]
     if len({rows for _, _, rows in sized}) > 1:
@@ -113,7 +113,7 @@ def has_entry_per_device(leaf: Any, num_rows: int, num_devices: int, dim: int) -
 
     It is a whole number for each, all of them equal, as ``transformers`` passes ``num_items_in_batch``: integers of
     shape (devices,), (devices, 1) or the like, or floats of shape (devices, 1), which its newer versions make of them;
-    beside a batch of another number of rows.
+    in a batch with another number of rows.
     """
     return num_rows != num_devices and _is_entry_per_device(leaf, num_devices, dim)
 
@@ -141,7 +141,7 @@ def _advise_on_lists(*paths: str) -> str:
 
 
 def _advise(*found: tuple[str, Any, Any]) -> str:
-    """Say what else to do with two leaves that disagree, each beside the other's rows."""
+    """Suggest a fix for two leaves that disagree about the number of rows."""
     advice = ""
     if all(isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point() for _, x, _ in found):
         advice += (
@@ -163,7 +163,7 @@ def _advise_on_stacks(*found: tuple[str, Any], num_devices: int, dim: int) -> st
     path = next((p for p, x in found if tree.has_dims(x) and x.ndim > 1 and x.shape[dim] == num_devices > 1), None)
     return "" if path is None else (
         f" If {path} has the same weights once for each device, of which the module takes [0], as MAML++ passes them, "
-        f"pass everygpu.Replicated(w.unsqueeze({dim})) without the repeat: gradients are added up."
+        f"pass everygpu.Replicated(w.unsqueeze({dim})) without the repeat: gradients are summed."
     )  # fmt: skip
 
 

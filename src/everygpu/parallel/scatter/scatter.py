@@ -53,7 +53,7 @@ def scatter(
 
     Args:
         inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. NumPy arrays
-            are split alike, and stay arrays; so are ``Rows`` and what ``register_batch`` knows. Of a tensor with the
+            are split likewise, and stay arrays; so are ``Rows`` and what ``register_batch`` knows. Of a tensor with the
             same integer for each device, of shape (devices,) or (devices, 1), as ``transformers`` passes
             ``num_items_in_batch``, each device gets its own. 0-dim tensors, ``Replicated`` values and everything else
             go to every device.
@@ -66,7 +66,7 @@ def scatter(
     Raises:
         SplitError: tensors disagree on the number of rows; one has no dimension ``dim``, no values, or a layout that
             torch can't cut; an object that is no container holds tensors.
-        OptionError: ``split`` is none of these.
+        OptionError: ``split`` is something else.
         DeviceError: a device is unknown or absent.
     Source:
         ``torch.nn.parallel.scatter.scatter``, which silently drops rows where tensors disagree.
@@ -101,7 +101,7 @@ def scatter_call(
             _explain_layout(path, leaf, error)
             raise
         columns.append(column)
-        if isinstance(leaf, Tensor):  # passed twice, it is one tensor in a replica, too
+        if isinstance(leaf, Tensor):  # a tensor that is passed twice is also one tensor in a replica
             of_tensors[id(leaf)] = column
     shares = [found.around([column[i] for column in columns]) for i in range(len(positions))]
     return Call(
@@ -132,7 +132,7 @@ class _Cutter:
         self.all_devices = all_devices
         self.dim = dim
         self.has_entries = False
-        """Whether a leaf had an entry per device, so that results of all replicas count alike."""
+        """Whether a leaf had an entry per device, so that results of all replicas count equally."""
         self.lent: list[Lent] = []
 
     def cut(self, leaf: Any) -> Sequence[Any]:
@@ -226,7 +226,7 @@ def cut_rows(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
 
 
 def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy host memory to each device on its copy stream, while the computing streams go on."""
+    """Copy host memory to each device on its copy stream, while the compute streams continue."""
     uploads = [upload.upload(part, device) for part, device in zip(parts, devices)]
     upload.receive(uploads, upload.mark(devices))
     return uploads

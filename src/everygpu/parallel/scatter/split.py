@@ -40,7 +40,7 @@ class Replicated:
         self._copies = copies
 
     def copies_on(self, devices: Sequence[torch.device], positions: Sequence[int]) -> list[Any] | None:
-        """Return the copies at these positions; None unless each is on its device and made of the current ``value``."""
+        """Return the copies at these positions; None unless each is on its device and of the current ``value``."""
         if self._copies is None or self._copies[0] is not self.value or max(positions) >= len(self._copies):
             return None
         found = [self._copies[position] for position in positions]

@@ -1,6 +1,6 @@
 """A tensor whose rows stay on the devices that computed them.
 
-The rules are made of the class, and the class runs the rules. This module binds the rules to the class, as DTensor
+The rules need the class, and the class runs the rules. This module binds the rules to the class, as DTensor
 registers its operators' strategies; importing any module of the package runs it first.
 """
 

@@ -1,4 +1,4 @@
-"""``ShardedBatch``, a wrapper subclass of ``Tensor``: how one is made, joined and taken apart.
+"""``ShardedBatch``, a wrapper subclass of ``Tensor``: how one is made, joined and split.
 
 Dispatch is below autograd: torch records operations on a batch as on any tensor, so views, in-place operations,
 hooks and second derivatives are torch's own. ``__torch_dispatch__`` receives the primitive operations, forward and
@@ -89,10 +89,10 @@ class ShardedBatch(Tensor):
         everygpu.parallel.gather(out)  # a plain tensor on out.device
 
     Row-wise operations, reductions and losses run on the shards, each on its device; plain tensors of the same batch
-    among their operands are split alike. Every other operation, also in third-party code, runs on the joined tensor,
+    among their operands are split likewise. Every other operation, also in third-party code, runs on the joined tensor,
     which is made at its first use, then kept.
 
-    The mean over results per replica, as of a module that returns its loss, weighs each by its replica's rows, or by
+    The mean over results per replica, as of a module that returns its loss, weights each by its replica's rows, or by
     what ``DataParallel``'s ``weight`` says.
 
     Attributes:
@@ -159,7 +159,7 @@ class ShardedBatch(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        # A trace that doesn't know the batch doesn't know its parts either: what is made of them would be a constant.
+        # A trace that doesn't know the batch doesn't know its parts: values computed from them would be constants.
         rule = None if is_tracing() else cls._dispatch.rules[func]
         with without_torch_function(), _streams_of(args):
             if rule is not None:
@@ -255,7 +255,7 @@ def wrap_view(
     """Make a batch that shares its memory with another.
 
     Args:
-        base: The batch that the view is of.
+        base: The batch that is viewed.
         place: The view's shape, strides and offset in the base's memory.
         parts, layout, dim: The same view of each of the base's parts, and where its rows are.
         view: From the base's joined values to the view of them.

@@ -39,7 +39,7 @@ _ALIAS, _CAPTURED = "everygpu_alias", "everygpu_captured"
 
 
 def mark_alias(node: Any, on_watch: Callable[[], None]) -> None:
-    """Say of a node that it is a view that stands for its base, and what to call when gradients there are watched."""
+    """Mark a node as a view that represents its base, with a function to call when gradients there are watched."""
     node.metadata[_ALIAS] = on_watch
 
 
@@ -126,7 +126,7 @@ def _is_same(total: Tensor, own: Tensor | None) -> bool:
 
 
 def _past_aliases(node: Any, place: int) -> tuple[Any, int]:
-    """Return the node, and which of its outputs, that an alias stands for."""
+    """Return the node, and which of its outputs, that an alias represents."""
     while node is not None and _ALIAS in node.metadata:
         node.metadata[_ALIAS]()
         node, place = node.next_functions[0]
@@ -229,7 +229,7 @@ def _refuse_one_each(x: ShardedBatch, name: str, call: str) -> None:
 
 
 def _unweighted(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Means that don't weigh."""
+    """Means that aren't weighted."""
     x = args[0] if args else kwargs["input"]
     if isinstance(x, ShardedBatch):
         _refuse_one_each(x, func.__name__, "{}")
@@ -241,7 +241,7 @@ def _unweighted(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reduce_rows(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``sum`` and ``mean``; the mean of results per replica weighs each by its replica's rows."""
+    """``sum`` and ``mean``; the mean of results per replica weights each by its replica's rows."""
     with without_torch_function():
         x, out, plan = _plan(args, kwargs, is_mean=func in (torch.mean, Tensor.mean))
         if plan is None:
@@ -277,7 +277,7 @@ def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | N
             factors = tuple(map(move, shares.unbind(), layout.devices))
     elif is_mean and sum(layout.weights or ()) > 0:
         factors = tuple(share * layout.num_rows / count for share in layout.shares)
-    # torch's own: make_fx's mode would take a gradient made of parts for a constant.
+    # torch's own: make_fx's mode would take a gradient computed from parts for a constant.
     elif out is not None or is_tracing() or not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
         return x, out, None
     return x, out, (dims, bool(keepdim), dtype, factors)

@@ -27,7 +27,7 @@ class DeviceWeights(Sequence[float]):
         self._numbers: tuple[float, ...] | None = None
 
     def shares(self) -> Tensor:
-        """Return each one's share of the whole, on the device; all alike where all weights are 0."""
+        """Return each one's share of the whole, on the device; all equal if all weights are 0."""
         if self.on_mean is not None:
             self.on_mean()
         total = self.tensor.sum()
@@ -180,7 +180,7 @@ def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> S
         return parts[0].stride()  # none depends on the number of rows
     model = max(parts, key=lambda p: p.shape[dim])
     order = list(range(len(shape)))[::-1]
-    # A single row is contiguous in any order: only its strides tell where the rows are.
+    # A single row is contiguous in any order: only its strides show where the rows are.
     if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
         by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
         order = by_stride if _is_dense(model, by_stride) else order

@@ -1,4 +1,4 @@
-"""Rules for torch's operations on the parts of a ``ShardedBatch``, but for views.
+"""Rules for torch's operations on the parts of a ``ShardedBatch``, except for views.
 
 A rule returns exactly what the operation returns on the joined tensor, or raises ``Declined``; then the operation runs
 on the joined tensor. Declining is always correct.
@@ -132,7 +132,7 @@ def call_on_parts(func: Any, columns: Sequence[Sequence[Any]], kwargs: Kwargs) -
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # not of these operands' shapes
         raise
     except (RuntimeError, IndexError) as error:
-        raise Declined from error  # The call on the joined tensor fails, too, with a message about its shape.
+        raise Declined from error  # The call on the joined tensor also fails, with a message about its shape.
 
 
 # Results.
@@ -198,7 +198,7 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def over_other_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operations along or over dimensions other than the rows': softmax, sort, gather, argmax, norms."""
+    """Operations along or over dimensions other than the rows: softmax, sort, gather, argmax, norms."""
     spec, call = spec_of(args), named(func, args, kwargs)
     tensors = [a for a in args if isinstance(a, Tensor)]
     ndim, row = tensors[0].ndim, tensors[0].ndim - spec.from_right
@@ -253,7 +253,7 @@ def extremum(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` of batches along another dimension than the rows'."""
+    """``cat`` and ``stack`` of batches along another dimension than the rows."""
     call = named(func, args, kwargs)
     tensors, dim, is_new = call["tensors"], call["dim"], func == torch.ops.aten.stack.default
     spec, ndim = spec_of(tensors), tensors[0].ndim

@@ -36,7 +36,7 @@ class _PartViews(NamedTuple):
 
 
 def view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operations that return one view of their first argument, or several, without taking rows apart."""
+    """Operations that return one view of their first argument, or several, without splitting rows."""
     x = args[0]
     if not isinstance(x, ShardedBatch) or not has_parts(x):
         raise Declined
@@ -73,7 +73,7 @@ def _plan(
     rest: Args,
     named_rest: Args,
 ) -> _PartViews | None:
-    """Say what to ask of each part; None if a view takes rows apart. It depends on shapes alone, and takes longer."""
+    """Return the call for each part; None if a view splits rows. It depends on shapes alone, and takes longer."""
     given, kwargs = [list(a) if isinstance(a, tuple) else a for a in rest], dict(named_rest)
     # torch's own check that the joined tensor has such a view.
     like = func(torch.empty_strided(shape, strides, device="meta"), *given, **kwargs)
@@ -98,7 +98,7 @@ def _plan(
 
 
 def _dimension_of_rows(func: Any, shape: Sequence[int], row: int, given: list[Any], kwargs: Kwargs) -> int | None:
-    """Return the dimension of views that has all rows, however many there are; None if there is none."""
+    """Return the dimension of views that has all rows, however many there are; None if no dimension has."""
     found = []
     for more in (0, 1, 2):
         x = torch.empty([n + more * (d == row) for d, n in enumerate(shape)], device="meta")
@@ -145,7 +145,7 @@ def alias(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def view_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Gradients of ``select`` and ``slice`` along other dimensions: zeros but for what was taken."""
+    """Gradients of ``select`` and ``slice`` along other dimensions: zeros except for what was taken."""
     call = named(func, args, kwargs)
     shape, spec = list(call["input_sizes"]), spec_of(args[:1])
     at, row = call["dim"] % len(shape), len(shape) - spec.from_right
