@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.exit_codes import STUCK, tell_reason
+from everygpu.exit_codes import STUCK, report_reason
 from everygpu.progress import SAVING_THREAD, progress
 
 TIMEOUT_S = 600.0
@@ -76,7 +76,7 @@ def watchdog(timeout: float = TIMEOUT_S) -> "Watch":
     return _watchdog().open(float(timeout))
 
 
-def watch_as_told() -> None:
+def watch_if_requested() -> None:
     """Watch if ``everygpu run`` has started this process, and isn't it."""
     text = os.environ.get(VARIABLE, "0")
     try:
@@ -352,7 +352,7 @@ def end_process(reason: str, with_stacks: bool = True) -> None:
     rank = os.environ.get("RANK")
     place = "" if rank is None else f"rank {rank} (host {socket.gethostname()}, process {os.getpid()}): "
     _write(f"{place}{reason} The process ends with exit code {STUCK}.")
-    tell_reason(f"{place}{reason}")
+    report_reason(f"{place}{reason}")
     if with_stacks:
         _write(", ".join(f"thread 0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate()))
         with suppress(OSError, ValueError):

@@ -53,7 +53,7 @@ def exiting_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def tell_reason(reason: str) -> None:
+def report_reason(reason: str) -> None:
     """Write why everygpu ends this process into the file that is asked for, if one is."""
     if path := os.environ.get(REASON_FILE):
         with (

@@ -27,7 +27,7 @@ from everygpu.errors import (
     CheckpointMismatchError,
     OptionError,
 )
-from everygpu.exit_codes import tell_reason
+from everygpu.exit_codes import report_reason
 from tests.checkpoint.forge import agree, edit_document
 from tests.checkpoint.models import Net, same_state
 
@@ -183,7 +183,7 @@ def test_the_file_for_a_reason_is_never_one_that_is_there(tmp_path: Path, monkey
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("train.py", "link", "new"):
         monkeypatch.setenv("EVERYGPU_REASON_FILE", str(tmp_path / name))
-        tell_reason("numbers")
+        report_reason("numbers")
     assert path.read_text() == "precious"
     assert (tmp_path / "new").read_text() == "numbers\n"
     assert sorted(os.listdir(tmp_path)) == ["link", "new", "train.py"]

@@ -220,7 +220,7 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
     monkeypatch.setattr(nvml, "sample_devices", sample)
     told = []
     demand = Demand(count=1, min_free_memory="50GiB")
-    plan = plan_run(Request(count=1), demand, {}, wait_s=100, tell=told.append)
+    plan = plan_run(Request(count=1), demand, {}, wait_s=100, report=told.append)
     assert plan.environ["CUDA_VISIBLE_DEVICES"] == plan.environ[OWN] == make_sample(0).uuid
     assert clock[0] == 6.0
     assert len(told) == 1

@@ -295,7 +295,7 @@ class Run:
                     is_caught = isinstance(error, Exception) or self._is_caught
                     if not (is_caught and self._setup.goes_on and self._batch is not None and manager.latest()):
                         raise
-                    self.tell("caught", type(error).__name__)
+                    self.report("caught", type(error).__name__)
                     step = None
                 if step is None:  # without the error, whose traceback holds the pass
                     step = self._recover()
@@ -303,11 +303,11 @@ class Run:
             self._at(step, END)
             if self._setup.in_block:  # others leave the last save to the interpreter's end
                 manager.close()
-            self.tell("finished")
+            self.report("finished")
 
     def _resume(self) -> int:
         step = self._checkpoints.resume()
-        self.tell("resumed", step, digest_of(self._net, self._optimizer) if step else "")
+        self.report("resumed", step, digest_of(self._net, self._optimizer) if step else "")
         return step
 
     def _recover(self) -> int:
@@ -327,10 +327,10 @@ class Run:
                 break
             step += 1
             loss = self._train_on(step, *batch)
-            self.tell("step", step, float(loss).hex(), digest_of(self._net, self._optimizer))
+            self.report("step", step, float(loss).hex(), digest_of(self._net, self._optimizer))
             self._at(step, "save")
-            self.tell("begun", step)
-            self.tell("returned" if self._checkpoints.save(step) is not None else "not due", step)
+            self.report("begun", step)
+            self.report("returned" if self._checkpoints.save(step) is not None else "not due", step)
         self._batch = batch = batches = None  # they hold memory that workers share
         self._end_pass()
         return step
@@ -362,7 +362,7 @@ class Run:
             if thread.name == "QueueFeederThread":  # of a loader's queue, which is closed: it ends by itself
                 thread.join(2.0)
         names = sorted(thread.name for thread in threading.enumerate())
-        self.tell("between", len(names), len(os.listdir("/proc/self/fd")), len(children_of(self._pid)), names)
+        self.report("between", len(names), len(os.listdir("/proc/self/fd")), len(children_of(self._pid)), names)
 
     def _at(self, step: int, phase: str) -> None:
         """Do what is to be done at a place of a step."""
@@ -375,7 +375,7 @@ class Run:
 
     def _do(self, fault: Fault) -> None:
         kind = KINDS[fault.kind]
-        self.tell("fault", fault.number, [child.pid for child in multiprocessing.active_children()])
+        self.report("fault", fault.number, [child.pid for child in multiprocessing.active_children()])
         what, _, how = kind.does.partition(" ")
         self._is_caught = what == "caught"
         if what == "dies":
@@ -632,7 +632,7 @@ class Driver:
             try:
                 run.go()
             except BaseException as error:
-                run.tell("raised", type(error).__name__)
+                run.report("raised", type(error).__name__)
                 raise
             raise SystemExit(0)
         os.close(its)

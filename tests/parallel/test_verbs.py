@@ -417,7 +417,7 @@ class TestTrainStep:
     def test_refuses_what_would_pass_them_by(self):
         model = Noted(Mlp(), ["cpu"] * 2)
         optimizer = everygpu.ShardedOptimizer(torch.optim.SGD(model.parameters(), 0.1), ["cpu"] * 2)
-        with pytest.raises(OptimizerError, match="Pass the optimizer that it was made of"):
+        with pytest.raises(OptimizerError, match="Pass the optimizer that it was made from"):
             everygpu.TrainStep(model, nn.MSELoss(), optimizer)
         with pytest.raises(OptionError, match="Noted with its own scatter and replicate"):
             everygpu.TrainStep(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), capture=True)

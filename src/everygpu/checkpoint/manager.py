@@ -182,12 +182,12 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose files have their full size; None if no checkpoint has."""
-        self._settle()
+        self._finish_background()
         return next((saved.path for saved in list_saved(self.directory) if saved.is_readable), None)
 
     def best(self) -> Path | None:
         """Return the best checkpoint by the metric of ``best=``, without which it is an error; None if none has it."""
-        self._settle()
+        self._finish_background()
         if self._best is None:
             raise OptionError("best: No metric is known. Write CheckpointManager(directory, best=('loss', 'min', 1)).")
         found = best_first(list_saved(self.directory), *self._best[:2])
@@ -282,7 +282,7 @@ class CheckpointManager:
                 raise OptionError(f"save: best is by {self._best[0]!r}, got {got}. Give both the same name.")
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
-    def _settle(self) -> None:
+    def _finish_background(self) -> None:
         """Raise what went wrong in the background; under ranks wait for it too, so that all find the same."""
         if current_group() is None:
             self._background.check()

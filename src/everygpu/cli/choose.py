@@ -41,7 +41,7 @@ def plan_run(
     *,
     share: bool = False,
     wait_s: float = 0.0,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Choose the GPUs for a script, and reserve them; where nothing is asked for and there is none, the CPU will do."""
     samples = nvml.sample_devices() or []
@@ -63,7 +63,7 @@ def plan_run(
     idle = [replace(gpu, free_memory_bytes=gpu.total_memory_bytes, utilization_pct=0.0) for gpu in samples]
     is_hopeful = _fits(idle, request, demand, environ)
     deadline = time.monotonic() + (wait_s if is_hopeful else 0.0)
-    has_told = False
+    has_reported = False
     while True:
         try:
             taken = Reservation(select({}), ()) if share else reserve(select)
@@ -72,9 +72,9 @@ def plan_run(
             if time.monotonic() >= deadline:
                 hint = "\n--wait starts the script as soon as they are free; --share ignores reservations."
                 raise DeviceError(f"{error}{hint if is_hopeful else ''}") from None
-            if not has_told:
-                tell(f"waiting for GPUs. {error}")
-                has_told = True
+            if not has_reported:
+                report(f"waiting for GPUs. {error}")
+                has_reported = True
         time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
     visible = ",".join(gpu.uuid or "" for gpu in taken.devices)
     settings = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

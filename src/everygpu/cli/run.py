@@ -108,10 +108,10 @@ def run(
         if processes and processes > 1 and request == Request() and nvml.sample_devices():
             request = replace(request, count=processes)  # one alone drives all
         wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
-        plan = plan_run(request, request.demand(**filters), os.environ, share=share, wait_s=wait_s, tell=_tell)
+        plan = plan_run(request, request.demand(**filters), os.environ, share=share, wait_s=wait_s, report=_report)
     if processes == 0 and not plan.num_gpus:
         raise DeviceError("No GPU for --processes auto. Pass --processes N --cpu to use the CPU.")
-    _tell(plan.note)
+    _report(plan.note)
     os.environ.update(plan.environ)
     if split is not None:
         os.environ[SPLIT_VARIABLE] = _SPLITS[split]
@@ -119,7 +119,7 @@ def run(
         sys.exit(_run_here(plan, watchdog, script, args, is_module))
     os.environ[VARIABLE] = str(watchdog)
     code, note = launch(torchrun_arguments(processes or plan.num_gpus, options, script, args, is_module))
-    _tell(note)
+    _report(note)
     sys.exit(code)
 
 
@@ -133,7 +133,7 @@ def _run_here(plan: Plan, watchdog_s: float, script: str, args: Sequence[str], i
         advice = "move the model there with .to('cuda'), or wrap it: everygpu.DataParallel(model)"
         if torch.version.cuda is None:
             advice = f"torch {torch.__version__} is built without CUDA: install a CUDA build"
-        _tell(f"CUDA is there but unused: the script had {plan.num_gpus} GPU(s) and used none; {advice}.")
+        _report(f"CUDA is there but unused: the script had {plan.num_gpus} GPU(s) and used none; {advice}.")
     return code
 
 
@@ -153,10 +153,12 @@ def _note_misplaced(script: str, args: Sequence[str]) -> None:
     until = args.index("--") if "--" in args else len(args)
     for name in (arg.partition("=")[0] for arg in args[:until]):
         if name in own:
-            _tell(f"{name} comes after {script} and goes to it. Put it before the script if it is meant for everygpu.")
+            _report(
+                f"{name} comes after {script} and goes to it. Put it before the script if it is meant for everygpu."
+            )
             return
 
 
-def _tell(line: str | None) -> None:
+def _report(line: str | None) -> None:
     if line is not None:
         say(f"everygpu run: {line}")

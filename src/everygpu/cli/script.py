@@ -12,7 +12,7 @@ import click
 
 from everygpu.cli.output import say
 from everygpu.errors import DivergedError, NonFiniteError
-from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED, OTHER, STOPPED, tell_reason
+from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED, OTHER, STOPPED, report_reason
 
 
 def require_script(script: str, is_module: bool) -> None:
@@ -50,7 +50,7 @@ def run_script(script: str, args: Sequence[str], is_module: bool = False) -> str
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, (DivergedError, NonFiniteError)):
-        tell_reason(str(error))
+        report_reason(str(error))
         return BAD_NUMBERS
     return OTHER
 

@@ -114,8 +114,8 @@ def can_push(source: Tensor, device: torch.device) -> bool:
 
 
 def _is_for_push(target: Tensor, source: Tensor) -> bool:
-    is_alike = target.shape == source.shape and target.dtype is source.dtype and _is_raw(target)
-    return is_alike and can_push(source, target.device)
+    is_same_kind = target.shape == source.shape and target.dtype is source.dtype and _is_raw(target)
+    return is_same_kind and can_push(source, target.device)
 
 
 def push(target: Tensor, source: Tensor) -> None:

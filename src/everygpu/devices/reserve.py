@@ -109,8 +109,8 @@ def _is_held(path: Path) -> bool:
 
 def _read_holder(path: Path) -> Holder:
     try:
-        told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return Holder(pid=int(told["pid"]), command=str(told["command"]))
+        written = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return Holder(pid=int(written["pid"]), command=str(written["command"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return Holder(pid=None, command=None)
 

@@ -48,7 +48,7 @@ def visible_devices() -> list[DeviceSample]:
 
 
 @functools.cache
-def tell_no_gpu() -> None:
+def report_no_gpu() -> None:
     """Say once that training is on the CPU, and aloud where the driver shows GPUs that torch doesn't see."""
     import torch
 

@@ -15,7 +15,7 @@ from everygpu.feed.feeder_iterator import FeederIterator, FeedReport
 from everygpu.feed.order import ResumableOrder
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.scatter.split import ScatterSpec, default_split, settle_split
+from everygpu.parallel.scatter.split import ScatterSpec, default_split, resolve_split
 from everygpu.step.train_step import TrainStep
 
 Target: TypeAlias = nn.Module | TrainStep | DeviceLike | Iterable[DeviceLike] | None
@@ -176,7 +176,7 @@ def find_route(target: Target) -> ScatterSpec:
     else:
         kind = target.__qualname__ if isinstance(target, type) else type(target).__qualname__
         raise DeviceError(f"Feeder: {kind} is no model or device. Pass the model, or devices: ['cuda:0', 'cuda:1'].")
-    return ScatterSpec(devices=tuple(devices), dim=dim, split=settle_split(split, devices))
+    return ScatterSpec(devices=tuple(devices), dim=dim, split=resolve_split(split, devices))
 
 
 def data_parallel_in(model: nn.Module) -> DataParallel | None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from everygpu import child, comm, tree
 from everygpu.comm.upload import mark, receive, upload
 from everygpu.errors import FeedTimeoutError, WorkerError
-from everygpu.feed.dealing import Dealing, is_data_loader
 from everygpu.feed.order import ResumableOrder
+from everygpu.feed.rank_rows import RankRows, is_data_loader
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known, spans
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
@@ -183,14 +183,14 @@ class FeederIterator:
     ) -> None:
         workers = _guard_workers(order.iterated, timeout_s)
         try:
-            iterator, self._position, dealing = order.begin()
+            iterator, self._position, rank_rows = order.begin()
         except (RuntimeError, OSError, EOFError) as error:
             _raise_death(error, workers, order.iterated)
         self._route, self._timeout_s, self._report = route, timeout_s, report
-        self._lockstep = None if dealing is None else dealing.lockstep
+        self._lockstep = None if rank_rows is None else rank_rows.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
-        self._ahead = _Prefetcher(iterator, order.iterated, route, dealing, prefetch)
+        self._ahead = _Prefetcher(iterator, order.iterated, route, rank_rows, prefetch)
         # Also called when the interpreter ends, while threads still run.
         self._finalizer = weakref.finalize(self, self._ahead.end)
         if self._ahead.thread is not None:
@@ -258,11 +258,11 @@ class _Prefetcher:
     """Prepares batches, in a thread that is some of them ahead, or when asked; doesn't keep its pass."""
 
     def __init__(
-        self, iterator: Iterator[Any], loader: Any, route: ScatterSpec, dealing: Dealing | None, prefetch: int
+        self, iterator: Iterator[Any], loader: Any, route: ScatterSpec, rank_rows: RankRows | None, prefetch: int
     ) -> None:
         self.stop = threading.Event()
         self._iterator: Any = iterator
-        self._loader, self._route, self._dealing = loader, route, dealing
+        self._loader, self._route, self._rank_rows = loader, route, rank_rows
         self._workers: list[Any] = []
         if isinstance(iterator, LoaderIterator) and hasattr(iterator, "_workers"):
             self._workers = list(iterator._workers)
@@ -270,7 +270,7 @@ class _Prefetcher:
         self.kill_workers = partial(_kill, self._workers, loader)
         self._ready: queue.SimpleQueue[SentBatch | BaseException] = queue.SimpleQueue()
         """Batches in order; then what the loader ended with, a StopIteration or an error."""
-        self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
+        self._free, self._pid = threading.Semaphore(prefetch), os.getpid()
         self.thread: threading.Thread | None = None
         if prefetch:  # a daemon, in case the loader's next() never returns
             self.thread = threading.Thread(target=self._run, name="everygpu-feeder", daemon=True)
@@ -279,8 +279,8 @@ class _Prefetcher:
         """Load a batch and send it."""
         with DRAW_GATE.drawing():
             batch = self._fetch()
-        if self._dealing is not None:
-            batch = self._dealing.take(batch, self._route.dim)
+        if self._rank_rows is not None:
+            batch = self._rank_rows.take(batch, self._route.dim)
         return SentBatch(batch, self._route)
 
     def wait(self, timeout_s: float | None) -> SentBatch | BaseException:
@@ -289,7 +289,7 @@ class _Prefetcher:
         while True:
             try:
                 found = self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
-                self._room.release()
+                self._free.release()
                 return found
             except queue.Empty:
                 if timeout_s is not None and time.monotonic() >= deadline:
@@ -304,7 +304,7 @@ class _Prefetcher:
         if self._pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken
             return
         self.stop.set()
-        self._room.release()
+        self._free.release()
         thread = self.thread
         if thread is None or thread.ident is None:  # Ctrl-C came before it was started
             self._let_go()
@@ -330,7 +330,7 @@ class _Prefetcher:
     def _run(self) -> None:
         """Prepare batches until the loader ends or the loop is left."""
         try:
-            while self._room.acquire() and not self.stop.is_set():
+            while self._free.acquire() and not self.stop.is_set():
                 self._ready.put(self.prepare())
         except Stopped:
             pass

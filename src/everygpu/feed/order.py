@@ -26,7 +26,7 @@ from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
-from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, length_of, samplers_of, say_once
+from everygpu.feed.rank_rows import Kind, RankRows, is_data_loader, kind_of, length_of, samplers_of, say_once
 from everygpu.ranks.group import Group, batch_digest, init_group
 from everygpu.ranks.membership import find_membership
 from everygpu.torch_private.core import LoaderIterator, numpy_seed_of_worker
@@ -105,15 +105,15 @@ class ResumableOrder:
                     text = "Feeder: workers that persist have copies of the dataset, which don't hear of set_epoch."
                     logger.warning("%s Leave persistent_workers out.", text)
 
-    def begin(self) -> tuple[Iterator[Any], EpochPosition, Dealing | None]:
+    def begin(self) -> tuple[Iterator[Any], EpochPosition, RankRows | None]:
         """Begin an epoch: its batches, where to count those that are used, and what takes this rank's rows of each."""
         old, is_resumed = self.position, self._is_resumed
         now = EpochPosition(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
             now = replace(old, drawn=deque())
-        group, dealing, rank = None if self._is_alone else init_group(), None, 0
+        group, rank_rows, rank = None if self._is_alone else init_group(), None, 0
         if group is not None:
-            dealing = Dealing(group, self.kind)
+            rank_rows = RankRows(group, self.kind)
             found = group.gather((self.seed, self._describe() if self.kind == "sharded" else {}))
             self.seed, self._parts = found[0][0], [part for _, part in found if part]
             rank = 0 if self.kind == "whole" else group.rank  # else transforms would draw the same on all ranks
@@ -133,13 +133,13 @@ class ResumableOrder:
             if self._sampler is None:
                 batches = self._begin_iterable(now, own)
             else:
-                self._sampler.draw(now, number, own, dealing if self.kind == "indexed" else None)
+                self._sampler.draw(now, number, own, rank_rows if self.kind == "indexed" else None)
                 batches = self._begin_indexed(self._sampler, now)
-        if dealing is not None and self._sampler is not None:
-            dealing.check(self._sampler, self._sampler.first)
+        if rank_rows is not None and self._sampler is not None:
+            rank_rows.check(self._sampler, self._sampler.first)
         # Only now: what interrupts the beginning leaves the position as it was.
         self.position, self._is_resumed = now, False
-        return batches, now, dealing
+        return batches, now, rank_rows
 
     def _warn_of_what_may_differ(self, now: EpochPosition, group: Group | None) -> None:
         if now.own is not None and self.kind == "sharded" and group is not None and group.size > 1:
@@ -313,10 +313,10 @@ class _OrderSampler:
         self.is_asked = False
         """Whether the epoch has asked for indices."""
 
-    def draw(self, now: EpochPosition, number: int, own: Any, cuts: Dealing | None) -> None:
+    def draw(self, now: EpochPosition, number: int, own: Any, cuts: RankRows | None) -> None:
         """Draw an epoch's order from its number. ``own``: state to continue from; ``cuts`` keeps the rank's indices."""
         self.is_asked, self._num_ended = False, 0
-        self._pass, self._at, self._number, self._cuts = now, replace(now), number, cuts
+        self._now, self._at, self._number, self._cuts = now, replace(now), number, cuts
         self._start = copy.deepcopy(self.holder.state_dict()) if self.holder is not None and own is None else own
         self._order = self._draw(own)
 
@@ -329,7 +329,7 @@ class _OrderSampler:
         if self._has_ended:
             self._order = self._draw(None)
         elif self._is_begun:
-            self._pass.drawn.clear()
+            self._now.drawn.clear()
             if self._cuts is not None:
                 self._cuts.are_empty.clear()
             self._order = self._draw(self._start)
@@ -352,7 +352,7 @@ class _OrderSampler:
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._is_begun = True
-        yield from _noted(indices, self._pass, self.holder, _frozen)
+        yield from _noted(indices, self._now, self.holder, _frozen)
         self._has_ended, self._num_ended = True, self._num_ended + 1
 
 

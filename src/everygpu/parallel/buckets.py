@@ -94,7 +94,7 @@ def versions_of(tensors: Collection[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
 
 
-def stand_ins(originals: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def placeholders(originals: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """Return what replicas see in place of tensors, for each row of slots: their classes and attributes, on these."""
     are_parameters = [isinstance(t, nn.Parameter) for t in originals]
     kinds = [type(t) if is_parameter else Tensor for t, is_parameter in zip(originals, are_parameters)]
@@ -110,7 +110,7 @@ def stand_ins(originals: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> 
 
 def make_twins(originals: Sequence[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
     """Return leaf twins of parameters, in slots that have version counters of their own."""
-    (twins,) = stand_ins(originals, [slots])
+    (twins,) = placeholders(originals, [slots])
     return [t.requires_grad_() for t in twins]
 
 
@@ -262,7 +262,7 @@ def plan_bucket(
     else:
         sizes = [-(-t.numel() // unit) * unit for t in tensors]
         if whole:
-            starts, end = _deal_out(sizes, num_chunks)
+            starts, end = _distribute(sizes, num_chunks)
         else:
             *starts, end = itertools.accumulate(sizes, initial=0)
     slots = [
@@ -281,7 +281,7 @@ def plan_bucket(
     )
 
 
-def _deal_out(sizes: Sequence[int], num_chunks: int) -> tuple[list[int], int]:
+def _distribute(sizes: Sequence[int], num_chunks: int) -> tuple[list[int], int]:
     """Return where each begins, and the end, in chunks of one length: the largest first, to the emptiest chunk."""
     ends, places = [0] * num_chunks, [(0, 0)] * len(sizes)
     for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
@@ -508,7 +508,7 @@ class BroadcastBucket:
             if self._num_together and self._requires_grad:
                 slots.insert(0, self._slots_of(-1, originals))
             if not self._requires_grad:
-                return stand_ins(originals, slots)
+                return placeholders(originals, slots)
             with torch.enable_grad():
                 _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         width = len(originals)
@@ -569,12 +569,12 @@ class BroadcastBucket:
         if self._trusts_versions:
             replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(originals)]
         if replicas:
-            targets = [self._room(i, originals) for i in replicas]
+            targets = [self._memory_for(i, originals) for i in replicas]
             comm.broadcast(self.plan.flatten(dict(enumerate(originals)), self.device), targets)
             for copy in [c for i in replicas if self._keeps and (c := self._copies[i]) is not None]:
                 copy.is_valid = True
 
-    def _room(self, replica: int, originals: Sequence[Tensor]) -> Tensor:
+    def _memory_for(self, replica: int, originals: Sequence[Tensor]) -> Tensor:
         """Return memory for a copy: that in use where addresses are fixed."""
         copy = self._copies[replica]
         if copy is None or not self._fixed:
@@ -634,7 +634,7 @@ class _Broadcast(torch.autograd.Function):
         # Autograd runs a node where its first output is: this one makes it sum on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        return anchor, *itertools.chain.from_iterable(stand_ins(originals, slots))
+        return anchor, *itertools.chain.from_iterable(placeholders(originals, slots))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

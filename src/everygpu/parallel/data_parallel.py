@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import DataParallel as TorchDataParallel
 
-from everygpu._watchdog import watch_as_told
+from everygpu._watchdog import watch_if_requested
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.devices.seed import spread_seeds
-from everygpu.devices.visible import tell_no_gpu
+from everygpu.devices.visible import report_no_gpu
 from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, OptionError
 from everygpu.parallel.batch_norm import normalizes_shares
 from everygpu.parallel.buckets import check_bucket_cap, replica_bucket_bytes
@@ -35,10 +35,10 @@ from everygpu.parallel.replicas.module_tree import check_module, place_module, w
 from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
 from everygpu.parallel.replicas.same_bits import check_num_replicas, share_replicas
 from everygpu.parallel.scatter.batch_types import move_tree
-from everygpu.parallel.scatter.batch_weight import weigh_shares
+from everygpu.parallel.scatter.batch_weight import weight_shares
 from everygpu.parallel.scatter.denominator import LabelCheck, seeing_losses
 from everygpu.parallel.scatter.scatter import scatter_call
-from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
+from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, resolve_split
 from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import Group, init_group
 from everygpu.torch_private.compiler import not_compiled
@@ -122,7 +122,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """
 
     _transient = frozenset(
-        {"_replicas", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
+        {"_replicas", "_has_reported", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
          "_ids", "_first_parameter", "_label_check"}
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
@@ -154,7 +154,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         # Not torch's own, which moves the module and knows no CPU. What follows it in a subclass is called, as there.
         # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
         super(TorchDataParallel, self).__init__()
-        watch_as_told()
+        watch_if_requested()
         group = init_group()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
@@ -180,7 +180,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self.module = module
         if sharding is None:
             place_module(module, self.replica_devices[0], "DataParallel", strict=strict_device)
-        self.split = settle_split(split, self.replica_devices)
+        self.split = resolve_split(split, self.replica_devices)
         if group is not None and sharding is None:
             check_devices(group, self.replica_devices)
         self._prepare()
@@ -188,9 +188,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             self._ranks.look_at(self.module, is_wrapped_now=True)
         is_on_cpu = self.replica_devices[0].type == "cpu"
         if is_on_cpu and device_ids is None:
-            tell_no_gpu()
+            report_no_gpu()
         if (group is not None or len(self.replica_devices) > 1) and normalizes_shares(module):
-            _tell_batch_norm(logging.INFO if is_on_cpu else logging.WARNING)
+            _warn_of_batch_norm(logging.INFO if is_on_cpu else logging.WARNING)
 
     def _share_out(self, group: Group | None, module: nn.Module, sharding: Sharding) -> ShardedRankModel:
         group = check_ranks(group, sharding, self.replica_devices)
@@ -214,7 +214,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._replicas: ReplicaSet | None = None
         self._label_check = LabelCheck("DataParallel")
         self._fresh: set[int] | None = None  # within ``frozen``: the replicas that are up to date
-        self._has_told = False
+        self._has_reported = False
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
@@ -248,7 +248,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
-            self._tell_of(overrides)
+            self._log_overrides(overrides)
         return table.make_engine("threads", context)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -433,7 +433,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             call.positions = tuple(own[p] for p in call.positions)
         self._lock.lent = call.lent if self._lock.is_inside() else ()  # an override may return other lists
         if self.weight_rule is not None and len(call.positions) > 1 and self.gather_rule == "sharded":
-            weigh_shares(call, self.weight_rule, self.replica_devices[0])
+            weight_shares(call, self.weight_rule, self.replica_devices[0])
         return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -490,9 +490,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             if self._lock.is_inside() and 0 < len(replicas) == len(args) == len(more) == len(devices):
                 engine = self._engine if isinstance(replicas, PerReplica) else self._threads
                 return PerReplica(engine.run(list(zip(replicas, args, more)), devices, positions), call)
-            if not self._lock.is_inside() and self._engine is not self._threads and not self._has_told:
-                self._has_told = True
-                self._tell_of(["forward"])
+            if not self._lock.is_inside() and self._engine is not self._threads and not self._has_reported:
+                self._has_reported = True
+                self._log_overrides(["forward"])
             at_once = self._threads.runs_at_once
             outputs = PerReplica(apply_once(replicas, args, more, devices or None, at_once=at_once), call)
         self._average_buffers(replicas, call)
@@ -594,7 +594,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         """Switch to another engine, as ``TrainStep`` won't capture."""
         self._engine.stop_capturing(reason)
 
-    def _tell_of(self, overrides: Sequence[str]) -> None:
+    def _log_overrides(self, overrides: Sequence[str]) -> None:
         logger.warning(
             "DataParallel: replicas run in threads, whatever the engine, as %s has its own %s.",
             type(self).__qualname__,
@@ -676,7 +676,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
 
 @functools.cache
-def _tell_batch_norm(level: int) -> None:
+def _warn_of_batch_norm(level: int) -> None:
     logger.log(
         level,
         "DataParallel: batch normalization takes its statistics from each replica's share of the batch, so results "

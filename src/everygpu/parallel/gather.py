@@ -26,7 +26,7 @@ from everygpu.parallel.scatter.batch_types import (
     move_tree,
     open_known,
 )
-from everygpu.parallel.scatter.batch_weight import weigh_results
+from everygpu.parallel.scatter.batch_weight import weight_results
 from everygpu.parallel.scatter.denominator import denominator_of
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
@@ -129,7 +129,7 @@ class Joiner:
                 weights = None
         if is_sharded:
             if weights is not None and self.call is not None:
-                weights = weigh_results(self.call, tensors, target)
+                weights = weight_results(self.call, tensors, target)
             return shard_batch(entries, target, dim, weights)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
 

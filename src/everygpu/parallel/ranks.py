@@ -16,7 +16,7 @@ from everygpu.errors import CallError, DeviceError
 from everygpu.parallel.buckets import REPLICA_BYTES, group_tensors, replica_bucket_bytes
 from everygpu.parallel.reducer import Anchor, GradHook, ModelGrads, Reducer
 from everygpu.parallel.replicas.module_tree import ModuleTree
-from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
+from everygpu.parallel.scatter.batch_weight import Weight, weight_batch
 from everygpu.parallel.scatter.denominator import LabelCheck, denominator_of, note_denominator
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 from everygpu.ranks.group import Group, forward_of
@@ -25,7 +25,7 @@ from everygpu.torch_private.core import foreach_copy_, is_transforming
 logger = logging.getLogger("everygpu")
 
 
-def check_alike(group: Group, module: nn.Module) -> list[Tensor]:
+def check_equal_on_ranks(group: Group, module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module that every rank has.
 
     Raises:
@@ -263,7 +263,7 @@ class RankModel:
         self._has_warned = False
         self._label_check = LabelCheck("DataParallel")
         self._tree: ModuleTree | None = None
-        self._alike: list[Tensor] = [] if before is None else before._alike
+        self._checked: list[Tensor] = [] if before is None else before._checked
         """Parameters that had rank 0's values once."""
 
     def forward(self, run: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any, *more: Any) -> Any:
@@ -279,15 +279,15 @@ class RankModel:
         if forward is None:
             with forward_of(self.group):
                 return run(inputs, kwargs, *more)
-        weigh = partial(
-            weigh_batch, self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices
+        find_weight = partial(
+            weight_batch, self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices
         )
-        weight = None if self._weight is None else weigh()  # before forward may write to the batch
+        weight = None if self._weight is None else find_weight()  # before forward may write to the batch
         inputs, kwargs = forward.enter((inputs, kwargs))
         with forward_of(self.group):
             output = run(inputs, kwargs, *more, leave=forward.leave)
         if weight is None:
-            weight = weigh(output=output, check=self._label_check)
+            weight = find_weight(output=output, check=self._label_check)
         # In eval mode a rank may be alone, as it looks at some samples.
         forward.count(weight, self._device, at_once=module.training)
         self._look_for_tensors(output)
@@ -341,12 +341,12 @@ class RankModel:
         if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
             self._tree = ModuleTree(module)
             self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
-            alike = set(map(id, self._alike))
-            self._alike = [p for p in self._params.values() if id(p) in alike]
-        has_new = len(self._alike) < len(self._params)
-        if is_wrapped_now or (has_new and (self._alike or module.training)):
-            copy_from_first(self.group, check_alike(self.group, module))
-            self._alike = list(self._params.values())
+            alike = set(map(id, self._checked))
+            self._checked = [p for p in self._params.values() if id(p) in alike]
+        has_new = len(self._checked) < len(self._params)
+        if is_wrapped_now or (has_new and (self._checked or module.training)):
+            copy_from_first(self.group, check_equal_on_ranks(self.group, module))
+            self._checked = list(self._params.values())
             if is_wrapped_now or self._grads is None:
                 self._grads = Reducer.of(self.group).grads_of(module, self._bucket_bytes)
 

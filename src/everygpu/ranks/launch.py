@@ -61,8 +61,8 @@ def launch(function: Callable[..., T], *args: Any, processes: int | None = None)
             f"launch: the function and its arguments must be picklable: {error}. Make the rest within the function."
         ) from error
     with tempfile.TemporaryDirectory(prefix="everygpu-") as folder:
-        told = (call, size, _free_port(), folder)
-        context = start_processes(_run, told, size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
+        given = (call, size, _free_port(), folder)
+        context = start_processes(_run, given, size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
         try:
             while not context.join():
                 pass

@@ -16,7 +16,7 @@ from everygpu.parallel.cuda_graphs.guards import values_of
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.batch_types import move_tree, open_known
-from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
+from everygpu.parallel.scatter.batch_weight import Weight, weight_batch
 from everygpu.parallel.scatter.denominator import LabelCheck, denominator_of, note_denominator
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.torch_private.core import will_execute
@@ -264,7 +264,7 @@ class BatchWeights:
         self._total = 0.0
 
     def _count(self, batch: Batch) -> float | Tensor:
-        found = weigh_batch(
+        found = weight_batch(
             self._weight, "TrainStep", *batch, loss=self._loss, dim=self._dim, num_devices=self._num_devices
         )
         return found.to(self._home, self._share.dtype) if isinstance(found, Tensor) else found

@@ -186,7 +186,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks
         logger.log(level, "TrainStep: %s, so the optimizer steps on %s.", reason, model.replica_devices[0])
         return ShardedUpdate(model, optimizer)
     sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
-    return ShardedUpdate(model, sharded, fixed=captures, settles=captures and not checks)
+    return ShardedUpdate(model, sharded, fixed=captures, may_return=captures and not checks)
 
 
 def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:

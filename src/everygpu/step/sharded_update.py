@@ -123,14 +123,14 @@ class ShardedUpdate:
 
     With a stock optimizer nothing is spread: gradients are the parameters' own, on the primary device, as in a plain
     loop; over ranks they are all-reduced during backward. ``fixed`` keeps the replicas' tensors at their addresses, for
-    CUDA graphs; ``settles``: the stock optimizer may step as well.
+    CUDA graphs; ``may_return``: the stock optimizer may step as well.
     """
 
     asks_ranks = False
     """Whether ``norm`` is of gradients on several ranks, which all ask for it."""
 
     def __init__(
-        self, model: DataParallel, optimizer: Optimizer, *, fixed: bool = False, settles: bool = False
+        self, model: DataParallel, optimizer: Optimizer, *, fixed: bool = False, may_return: bool = False
     ) -> None:
         self._model = model
         self._group = None if model.rank_model is None else model.rank_model.group
@@ -148,7 +148,7 @@ class ShardedUpdate:
         self._num_changes = 0
         self.flat_params: FlatParameters
         """Parameters and gradients; others after ``prepare`` has found others. Empty where nothing is spread."""
-        self._settles = settles
+        self._may_return = may_return
         self._is_given_up = False
         self._num_begun = 0
         self._sums: SummedGrads | None = None
@@ -300,7 +300,7 @@ class ShardedUpdate:
 
     def agree_with_ranks(self) -> None:
         """Ask the ranks, before some updates, whether none will capture a step; all call it before each."""
-        if self._group is None or self._sharded is None or not self._settles:
+        if self._group is None or self._sharded is None or not self._may_return:
             return
         self._num_begun += 1
         asks = self._num_begun >= FIRST_ASKED and self._num_begun & (self._num_begun - 1) == 0
@@ -309,7 +309,7 @@ class ShardedUpdate:
 
     def _return_to_stock_optimizer(self) -> None:
         """Give the stock optimizer its state back."""
-        if self._sharded is None or not self._settles:
+        if self._sharded is None or not self._may_return:
             return
         self.flat_params.hand_back_grads()
         self._sharded.return_to_stock_optimizer()

@@ -15,7 +15,7 @@ from everygpu.errors import CopyError, LossError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
-from everygpu.parallel.ranks import check_alike, copy_from_first
+from everygpu.parallel.ranks import check_equal_on_ranks, copy_from_first
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.capturable_step import make_capture
@@ -152,7 +152,7 @@ class TrainStep:
         precision = own_precision(self.model, precision, check_every)
         if self.model.rank_model is not None:
             for own in roots_of(self.model, loss)[1:]:
-                copy_from_first(self.model.rank_model.group, check_alike(self.model.rank_model.group, own))
+                copy_from_first(self.model.rank_model.group, check_equal_on_ranks(self.model.rank_model.group, own))
         if loss is None:  # a loss for each replica is weighted equally
             self.model.weight_rule = weight = weight or self.model.weight_rule
         self.loss = loss

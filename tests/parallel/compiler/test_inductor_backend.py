@@ -19,7 +19,7 @@ from everygpu.parallel.compiler.inductor_backend import (
     backend_of,
     compiling_once,
 )
-from everygpu.parallel.compiler.load_graph import _choose_alike, unsupported_reason
+from everygpu.parallel.compiler.load_graph import _choose_same_configs, unsupported_reason
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -211,6 +211,6 @@ def test_kernels_are_launched_as_was_fastest_on_the_first_gpu() -> None:
 
     tuned = {"a": kernel("wide"), "b": kernel("wide", "narrow"), "c": kernel("other"), "x": 3}
     fresh = {name: kernel("narrow", "wide") for name in "abcd"} | {"x": 3}
-    _choose_alike(tuned, fresh)
+    _choose_same_configs(tuned, fresh)
     assert [launcher.config for launcher in fresh["a"].launchers] == ["wide"]
     assert all(len(fresh[name].launchers) == 2 for name in "bcd")

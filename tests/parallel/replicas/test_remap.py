@@ -15,7 +15,7 @@ class Net(nn.Module):
         self.inner = nn.Linear(2, 2)
 
 
-def stand_ins(net):
+def placeholders(net):
     return {id(p): p.detach().clone().requires_grad_() for p in net.parameters()}
 
 
@@ -50,7 +50,7 @@ def test_what_leads_to_no_parameter_is_left_alone():
     net = Net()
     net.plain, net.module, net.tensors = {"a": [1, (2,)]}, [net.inner], [torch.ones(1), net.inner.bias]
     held = vars(net).copy()
-    others = stand_ins(net)
+    others = placeholders(net)
     del others[id(net.inner.bias)]
     with in_place_of(net, others):
         assert all(vars(net)[k] is v for k, v in held.items())
@@ -62,7 +62,7 @@ def test_containers_within_themselves_and_shared_ones():
     net.loop = loop = [net.inner.weight]
     loop.append(loop)
     net.first = net.second = [net.inner.bias]
-    others = stand_ins(net)
+    others = placeholders(net)
     with in_place_of(net, others):
         assert net.loop[0] is net.inner.weight
         assert net.first is net.second
@@ -74,7 +74,7 @@ def test_what_was_set_meanwhile_stays():
     net = Net()
     net.held = [net.inner.weight]
     new = nn.Parameter(torch.ones(2, 2))
-    with in_place_of(net, stand_ins(net)):
+    with in_place_of(net, placeholders(net)):
         net.held, net.inner.weight = "new", new
     assert net.held == "new"
     assert net.inner.weight is new
@@ -83,7 +83,7 @@ def test_what_was_set_meanwhile_stays():
 def test_values_come_back_after_an_error():
     net = nn.LSTM(2, 3)
     before = {**vars(net), **net._parameters}
-    with pytest.raises(KeyError), in_place_of(net, stand_ins(net)):
+    with pytest.raises(KeyError), in_place_of(net, placeholders(net)):
         raise KeyError
     assert {**vars(net), **net._parameters} == before
 
@@ -99,7 +99,7 @@ def test_values_come_back_after_an_error():
 )
 def test_recurrent_layers_compute_with_the_others(make):
     net = make()
-    weights, others, x = net._flat_weights, stand_ins(net), torch.randn(5, 2, 3)
+    weights, others, x = net._flat_weights, placeholders(net), torch.randn(5, 2, 3)
     expected = net(x)[0]
     with in_place_of(net, others):
         assert not net._weights_have_changed()  # else it would move their memory

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from everygpu import DataParallel, Feeder, Replicated, TrainStep, register_batch
 from everygpu.errors import OptionError, SplitError
-from everygpu.feed.dealing import slice_rows
+from everygpu.feed.rank_rows import slice_rows
 from everygpu.parallel import gather, scatter
 
 

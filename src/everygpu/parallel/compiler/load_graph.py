@@ -104,7 +104,7 @@ class _Version:
 
     def __call__(self, inputs: list[Any]) -> Any:
         if self._tuned is not None:  # by now the first GPU's kernels have run
-            _choose_alike(self._tuned, _names_of(self._loaded))
+            _choose_same_configs(self._tuned, _names_of(self._loaded))
             self._tuned = None
         return self._run(inputs)
 
@@ -132,7 +132,7 @@ def _names_of(compiled: Any) -> Mapping[str, Any]:
     return getattr(getattr(type(runner), "call", None), "__globals__", {})
 
 
-def _choose_alike(tuned: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:
+def _choose_same_configs(tuned: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:
     """Give kernels the launch configurations that were the fastest on the first GPU.
 
     It saves trying them out, and sums come out the same on all GPUs.

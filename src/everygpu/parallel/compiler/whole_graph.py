@@ -354,8 +354,8 @@ def _explain(error: Exception) -> str:
         return f"this torch can't trace the call: {type(error).__name__}: {message}"
     frame = innermost(stack)
     line = f" ({frame.line.strip()})" if frame and frame.line else ""
-    _, is_told, cause = str(error).partition("): got ")  # of an operation on tensors without memory
-    why = f" ({cause.splitlines()[0]})" if is_told else ""
+    _, has_cause, cause = str(error).partition("): got ")  # of an operation on tensors without memory
+    why = f" ({cause.splitlines()[0]})" if has_cause else ""
     return f"Dynamo can't trace forward{in_line(stack)}{line}: {message}{why}"
 
 

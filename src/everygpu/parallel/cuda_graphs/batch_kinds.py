@@ -58,7 +58,7 @@ class BatchKinds:
         self._refused: set[Any] = set()
         self._noted: set[Any] = set()
         self._num_seen = self._num_new = self._num_eager = 0
-        self._has_told = False
+        self._has_reported = False
 
     def come_again(self, key: Any) -> bool:
         """Note a batch's kind; return whether batches of a kind come again, as far as known."""
@@ -69,7 +69,7 @@ class BatchKinds:
         if self._step % LONG_WINDOW == 0:
             num, self._num_eager = self._num_eager, 0
             if self._known and num > LONG_WINDOW // 2:
-                self.tell(f"{num} of {LONG_WINDOW:,}, of {len(self._times) + len(self._captured)} shapes. {_PAD}")
+                self.report(f"{num} of {LONG_WINDOW:,}, of {len(self._times) + len(self._captured)} shapes. {_PAD}")
         if self._num_seen < WINDOW:
             return True
         num_new, self._num_seen, self._num_new = self._num_new, 0, 0
@@ -116,17 +116,17 @@ class BatchKinds:
         """Note that batches of a kind can't be captured, though others can."""
         self._known.discard(key)
         self._refused.add(key)
-        self.tell(f"{reason}.")
+        self.report(f"{reason}.")
 
     def forget(self) -> None:
         """Restart counting."""
         for counted in (self._times, self._captured, self._known, self._refused):
             counted.clear()
 
-    def tell(self, reason: str) -> None:
+    def report(self, reason: str) -> None:
         """Say, once, why batches of some kinds are not captured, where others are."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             logger.warning("%s: batches of some shapes run without CUDA graphs: %s", self._name, reason)
 
     def _num_eager_steps(self) -> int:
@@ -141,7 +141,7 @@ class BatchKinds:
         times, last = self._times[key], next(iter(self._captured.values()))
         if len(times) == times.maxlen and times[0] > last:
             return True
-        self.tell(f"{reason}. {_PAD}")
+        self.report(f"{reason}. {_PAD}")
         return False
 
     def _why_full(self) -> str | None:

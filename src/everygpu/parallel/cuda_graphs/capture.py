@@ -269,7 +269,7 @@ class Capture(Generic[Result]):
             if self._must or not self._kinds.has_captured:
                 self._give_up(str(reason))
             else:
-                self._kinds.tell(f"{reason}.")
+                self._kinds.report(f"{reason}.")
             return None
         except SplitError:  # the step itself says so
             return None

@@ -312,9 +312,9 @@ class ParameterSync:
         comm.connect(devices)
         backwards = self.params[::-1]
         groups = group_tensors(backwards, lambda p: p.dtype, limit_bytes)
-        self._rooms = [torch.zeros(len(groups), dtype=torch.int64, device=d) for d in devices]
+        self._sum_ptrs = [torch.zeros(len(groups), dtype=torch.int64, device=d) for d in devices]
         self.groups = [
-            ParamGroup([backwards[i] for i in members], devices, self._rooms, index)
+            ParamGroup([backwards[i] for i in members], devices, self._sum_ptrs, index)
             for index, members in enumerate(groups)
         ]
         self._load_kernels()
@@ -345,7 +345,7 @@ class ParameterSync:
         places = torch.tensor([b.allocate_sums() for b in self.groups], dtype=torch.int64, device="cpu")
         on_gpus = self._devices[0].type == "cuda"
         places = places.pin_memory() if on_gpus else places
-        for d, table in zip(self._devices, self._rooms):
+        for d, table in zip(self._devices, self._sum_ptrs):
             with queueing_on(d):
                 table.copy_(places, non_blocking=on_gpus)
 

@@ -97,7 +97,7 @@ class ReplicaThread:
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Make a call after those before it."""
         future: Future[Any] = Future()
-        self._calls.put(functools.partial(_settle, future, function, args))
+        self._calls.put(functools.partial(_fulfil, future, function, args))
         return future
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
         del call  # while it waits, it holds no activations
 
 
-def _settle(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _fulfil(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         future.set_result(function(*args))
     except BaseException as error:  # noqa: BLE001 - raised again by future.result()

@@ -24,7 +24,7 @@ from everygpu.parallel.fully_sharded.options import (
     num_parameters,
     refuse_steps,
 )
-from everygpu.parallel.ranks import check_alike, copy_from_first
+from everygpu.parallel.ranks import check_equal_on_ranks, copy_from_first
 from everygpu.ranks.group import Group
 
 logger = logging.getLogger("everygpu")
@@ -44,8 +44,8 @@ def share_out(group: Group, module: nn.Module, device: torch.device, sharding: S
     check_tensors(module)
     groups = find_groups(module, sharding.wrap)
     check_groups(module, groups)
-    check_alike(group, module)
-    _tell(module, groups, group.size)
+    check_equal_on_ranks(group, module)
+    _report(module, groups, group.size)
     old = OldParameters(module)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or the mesh would take that of LOCAL_RANK
@@ -101,7 +101,7 @@ def prepare_blocks(module: nn.Module, groups: Groups, sharding: Sharding) -> Non
         enable({"use_reentrant": False})
 
 
-def _tell(module: nn.Module, groups: Groups, size: int) -> None:
+def _report(module: nn.Module, groups: Groups, size: int) -> None:
     total, shared = num_parameters(module), sum(map(num_parameters, groups))
     logger.info("DataParallel: %d parameters over %d ranks, in %d groups.", total, size, len(tuple(groups)) + 1)
     if total and shared * 2 < total:

@@ -18,7 +18,7 @@ from everygpu.parallel.sharded.layout import DeviceWeights, RowWeights
 Weight = Callable[..., float | Tensor]
 
 
-def weigh_batch(
+def weight_batch(
     weight: Weight | None,
     caller: str,
     args: Sequence[Any],
@@ -57,12 +57,12 @@ def weigh_batch(
     return 1.0 if rows is None else float(rows)
 
 
-def weigh_shares(call: Call, weight: Weight, home: torch.device) -> None:
+def weight_shares(call: Call, weight: Weight, home: torch.device) -> None:
     """Note how much a call's shares count by ``weight``."""
     if not isinstance(call.weights, RowWeights):
         return
     numbers = [
-        weigh_batch(weight, "DataParallel", args, kwargs, dim=0, num_devices=1)
+        weight_batch(weight, "DataParallel", args, kwargs, dim=0, num_devices=1)
         for args, kwargs in zip(call.args, call.kwargs)
     ]
     if any(isinstance(x, Tensor) for x in numbers):
@@ -73,7 +73,7 @@ def weigh_shares(call: Call, weight: Weight, home: torch.device) -> None:
         call.weights = tuple(map(float, numbers))
 
 
-def weigh_results(call: Call, results: Sequence[Tensor], home: torch.device) -> Sequence[float] | None:
+def weight_results(call: Call, results: Sequence[Tensor], home: torch.device) -> Sequence[float] | None:
     """Return how much the result of each replica counts: by what it was seen to be the mean of, or else as its call."""
     if not isinstance(call.weights, RowWeights):
         return call.weights

@@ -176,8 +176,8 @@ def warn_of_lists(found: Arguments, num_rows: int, dim: int) -> None:
         kind = type(items[0])
         if issubclass(kind, Tensor):
             depths = {isinstance(x, Tensor) and not x.is_nested and x.ndim for x in items}
-            is_alike = len(depths) == 1 and any(depths)
-            others = {x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :] for x in items} if is_alike else ()
+            is_same_kind = len(depths) == 1 and any(depths)
+            others = {x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :] for x in items} if is_same_kind else ()
             num_sized = sum(rows_of(name, leaf, dim) is not None for name, leaf in found.leaves)
             if len(others) > 1 and len(items) == num_sized:
                 _warn_of_list(path, f"a list of tensors of several shapes, each of which is cut along dim {dim}")

@@ -181,8 +181,8 @@ class _Cutter:
     def _fits(self, x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int]) -> bool:
         """Whether a batch is split as the call is, so that nothing moves."""
         layout = x._layout
-        is_alike = layout.devices == tuple(devices) and layout.sizes == tuple(rows)
-        return is_alike and x.shard_dim == self.dim % x.ndim and has_shards(x)
+        is_same_kind = layout.devices == tuple(devices) and layout.sizes == tuple(rows)
+        return is_same_kind and x.shard_dim == self.dim % x.ndim and has_shards(x)
 
     def _reuse(self, x: ShardedBatch) -> list[Tensor]:
         """Return the shards themselves: a replica that writes into its input writes into the batch, as on one device.

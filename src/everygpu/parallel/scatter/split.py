@@ -102,7 +102,7 @@ def default_split() -> Split:
     return os.environ.get("EVERYGPU_SPLIT") or "chunk"
 
 
-def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:
+def resolve_split(split: Split, devices: Sequence[torch.device]) -> Split:
     """Resolve ``"auto"`` by measuring the devices: ``"even"`` for equal ones; return any other ``split`` unchanged."""
     if not isinstance(split, str) or split != "auto":
         check_split(split, len(devices))

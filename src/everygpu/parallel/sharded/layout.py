@@ -75,7 +75,7 @@ def mix_weights(a: Sequence[float] | None, b: Sequence[float] | None) -> Sequenc
         return b if a is None or a == b else None
     if isinstance(a, RowWeights) and isinstance(b, RowWeights):
         return a
-    x, y = (w.tensor if isinstance(w, DeviceWeights) else _fill_alike(w, other) for w, other in ((a, b), (b, a)))
+    x, y = (w.tensor if isinstance(w, DeviceWeights) else _full_like(w, other) for w, other in ((a, b), (b, a)))
     differ = (x * y.sum() != y * x.sum()).any()
     mixed = DeviceWeights(torch.stack([torch.where(differ, n, each) for each, n in zip(x.unbind(), a.rows)]), a.rows)
     mixed.on_mixed = a.on_mixed
@@ -83,7 +83,7 @@ def mix_weights(a: Sequence[float] | None, b: Sequence[float] | None) -> Sequenc
     return mixed
 
 
-def _fill_alike(numbers: Sequence[float], like: Any) -> Tensor:
+def _full_like(numbers: Sequence[float], like: Any) -> Tensor:
     # A tensor of numbers would be copied from the host, which a capture can't.
     return torch.stack([torch.full_like(x, n) for x, n in zip(like.tensor.unbind(), numbers)])
 

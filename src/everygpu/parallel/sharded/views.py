@@ -177,7 +177,7 @@ def copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return torch.cat([comm.copy(p, device).contiguous() for p in parts], x.shard_dim)
 
 
-def made_alike(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def made_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``zeros_like`` and others, which need only the shape."""
     x, call = args[0], _ordinary_call(func, args, kwargs)
     device = call.get("device") or x._layout.home
@@ -205,5 +205,5 @@ VIEWS: dict[Any, Rule] = rules_for(
            "split.Tensor split_with_sizes.default unbind.int view.default _unsafe_view"),
     (view_backward, "select_backward slice_backward"),
     (copied, "clone _to_copy"),
-    (made_alike, "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"),
+    (made_like, "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"),
 )  # fmt: skip

@@ -70,7 +70,7 @@ def say_once(kind: Kind) -> None:
         )
 
 
-class Dealing:
+class RankRows:
     """How one epoch's batches are distributed to this rank."""
 
     def __init__(self, group: Group, kind: Kind) -> None:
