@@ -122,7 +122,9 @@ def test_bad_optimizers() -> None:
 def test_an_optimizer_of_another_model_is_refused(wrap: Any) -> None:
     net, old = everygpu.DataParallel(Net(), ["cpu"]), Net()
     optimizer = wrap(torch.optim.SGD(old.parameters()))
-    with pytest.raises(OptimizerError, match="none is one of its 8. Make the optimizer from this model's parameters"):
+    with pytest.raises(
+        OptimizerError, match="none of them is one of its 8. Make the optimizer from this model's parameters"
+    ):
         everygpu.TrainStep(net, F.cross_entropy, optimizer)
     optimizer.add_param_group({"params": [next(net.parameters())]})
     everygpu.TrainStep(net, F.cross_entropy, optimizer)
