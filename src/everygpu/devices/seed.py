@@ -68,7 +68,7 @@ class ReplicaRandom:
         self._before: list[Tensor] = []
 
     def enter(self, index: int) -> None:
-        """Have a replica's own numbers drawn from now on."""
+        """Draw a replica's own numbers from now on."""
         generators, states = self._generators[index], self._states.get(index)
         self._before = [g.get_state() for g in generators]
         for k, generator in enumerate(generators):
@@ -78,7 +78,7 @@ class ReplicaRandom:
                 generator.set_state(states[k])
 
     def leave(self, index: int) -> None:
-        """Have other numbers drawn, until the replica goes on."""
+        """Draw other numbers until the replica continues."""
         generators = self._generators[index]
         self._states[index] = [g.get_state() for g in generators]
         for generator, state in zip(generators, self._before):

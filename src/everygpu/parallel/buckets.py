@@ -455,7 +455,7 @@ class BroadcastBucket:
         keeps: Remember what was sent, for ``current_copies``.
         trusts_versions: Refresh only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
-        num_together: So many neighbours, ``device`` among them, share one copy, and all gradients are added up by a
+        num_together: So many neighbours, ``device`` among them, share one copy, and all gradients are summed by a
             tree over their places; 0 for a copy each.
     """
 
@@ -486,7 +486,7 @@ class BroadcastBucket:
         self._owners = [(i + 1) // size * size - 1 for i in range(len(self.devices))]
         """For each of ``devices``, which one's copy it has; -1 for the originals' own memory."""
         if num_together and not self._is_plain(originals):
-            # The first ones then share a copy, as those on other devices do: memory that lies alike computes alike.
+            # The first ones then share a copy, as those on other devices do: the same layout computes the same.
             self._owners = [max(owner, 0) for owner in self._owners]
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:

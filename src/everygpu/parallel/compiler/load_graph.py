@@ -110,7 +110,7 @@ class _Version:
 
 
 class _Constants:
-    """Stands in for torch's ``CompiledFxGraphConstants``: a graph's constants, on another GPU."""
+    """Replaces torch's ``CompiledFxGraphConstants``: a graph's constants, on another GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -64,8 +64,8 @@ class ReplicaScheduler:
 
     A replica that waits at a barrier lets the next one run; after the barrier they continue in order.
     So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time. ``in_order`` has
-    replicas on different devices run one after another, too; ``at_once`` has all run side by side. Of those in order,
-    ``random`` gives each numbers of its own.
+    replicas on different devices also run one after another; ``at_once`` runs all concurrently. ``random`` gives each
+    replica that runs in order its own random numbers.
     """
 
     def __init__(

@@ -230,7 +230,7 @@ def _for_device(mode: Any, device: torch.device) -> Any:
 
 @contextmanager
 def fresh_casts(*, caches: bool = True) -> Iterator[None]:
-    """Have autocast cast parameters anew, and keep no casts beyond.
+    """Use a fresh autocast cache of cast parameters within the block.
 
     It keeps them until its outermost context ends, whatever is written to the parameters; and as there is one cache
     for all threads, until any thread leaves autocast, which replicas' do at some time or other. Those that are made

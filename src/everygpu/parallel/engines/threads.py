@@ -128,7 +128,7 @@ class Workers(Engine):
     """
 
     runs_at_once = False
-    """Whether replicas on one device run side by side, too."""
+    """Whether replicas on one device also run concurrently."""
     draws_by_replica = False
     """Whether each replica draws random numbers of its own, whichever device it is on; they run in order then."""
 
