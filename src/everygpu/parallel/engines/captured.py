@@ -80,7 +80,7 @@ class CapturedReplicas(Engine):
         self._has_looked, self.replays, self.captured_forward = True, False, None
         if len(self._context.devices) > 1:
             logger.warning(
-                "DataParallel: replicas run in threads, slower than one process per GPU. Not captured: %s. Change that, "
+                "DataParallel: replicas run in threads, slower than one process per GPU. Not captured: %s. Change that "
                 "or start the script by everygpu run --processes auto; in a notebook, by everygpu.launch.",
                 reason,
             )
