@@ -1,11 +1,10 @@
-"""``everygpu doctor``: lines, matrix, JSON, exit code."""
+"""``everygpu doctor``: lines, JSON, exit code."""
 
 import json
 
 import pytest
 from click.testing import CliRunner
 
-from everygpu.cli import doctor as command
 from everygpu.cli import main
 from everygpu.devices.doctor import Diagnosis, Finding
 from everygpu.devices.p2p import PairReport
@@ -13,10 +12,7 @@ from everygpu.devices.p2p import PairReport
 OK = Finding(check="driver", state="ok", message="NVIDIA driver [580]")
 WARNING = Finding(check="P2P", state="warning", message="copies hang between 0>1", fix="Turn off IOMMU.")
 ERROR = Finding(check="torch", state="error", message="no CUDA", fix="Install it.")
-PEERS = {
-    (0, 1): PairReport(verdict="hangs", detail="x"),
-    (1, 0): PairReport(verdict="right", gigabytes_per_s=393.2),
-}
+PEERS = {(0, 1): PairReport(verdict="hangs", detail="x"), (1, 0): PairReport(verdict="right")}
 
 
 @pytest.fixture
@@ -50,21 +46,11 @@ def test_each_finding_is_a_line_with_its_fix_below(run):
     ]
 
 
-def test_matrix_has_speeds_and_verdicts(run):
-    rows = [line.split("│")[1:-1] for line in run([OK], peers=PEERS).stdout.splitlines() if "│" in line]
-    assert [[cell.strip() for cell in row] for row in rows] == [["from 0", "", "hangs"], ["from 1", "393.2", ""]]
-
-
-def test_pair_that_was_not_measured():
-    peers = {(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")}
-    assert list(command.build_matrix(peers).columns[2].cells) == ["right", ""]
-
-
 def test_json(run):
     report = json.loads(run([OK, ERROR], "--json", peers=PEERS).stdout)
     assert report["usable"] is False
     assert report["findings"][1] == {"check": "torch", "state": "error", "message": "no CUDA", "fix": "Install it."}
-    pair = {"source": 0, "target": 1, "verdict": "hangs", "detail": "x", "gigabytes_per_s": None}
+    pair = {"source": 0, "target": 1, "verdict": "hangs", "detail": "x"}
     assert report["pairs"][0] == pair
     assert json.loads(run([OK], "--json").stdout)["pairs"] == []
 

@@ -51,7 +51,7 @@ def transfers_through_host(monkeypatch):
     ("fault", "said"),
     [
         ("hang", "never arrive"),
-        ("nan", "arrive wrong (bfloat16 by the copy engine, 4104 bytes), as between 1 more pair(s)"),
+        ("nan", "arrive wrong (4104 bytes by a kernel), as between 1 more pair(s)"),
     ],
 )
 def test_copies_that_fail_are_found_and_gone_round(lying, monkeypatch, caplog, fault, said):

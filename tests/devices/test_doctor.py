@@ -19,7 +19,7 @@ BROKEN = NvmlFailure(is_absent=False, text="Driver/library version mismatch")
 BUILD = TorchBuild(version="2.13.0+cu130", cuda_version=(13, 0), is_rocm=False, num_devices=2, nccl_version=(2, 29, 3))
 CPU_BUILD = replace(BUILD, version="2.13.0+cpu", cuda_version=None, num_devices=0, nccl_version=None)
 RIGHT, HANGS = PairReport(verdict="right"), PairReport(verdict="hangs")
-WRONG = PairReport(verdict="wrong", detail="bfloat16 by a kernel")
+WRONG = PairReport(verdict="wrong", detail="4104 bytes by a kernel")
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def test_health():
 
 def peers(**changed):
     """Make reports of three GPUs: ``peers(_01=...)`` changes a pair."""
-    pairs = {(i, j): replace(RIGHT, gigabytes_per_s=390.0 + i) for i in range(3) for j in range(3) if i != j}
+    pairs = {(i, j): RIGHT for i in range(3) for j in range(3) if i != j}
     return pairs | {(int(name[1]), int(name[2])): report for name, report in changed.items()}
 
 
 def test_copies_that_are_right():
     (finding,) = doctor.check_peers(peers())
-    assert (finding.state, finding.message) == ("ok", "copies of 6 of 6 pairs arrive right, at 390 to 392 GB/s")
+    assert (finding.state, finding.message) == ("ok", "copies of 6 of 6 pairs arrive right")
     assert list(doctor.check_peers(None)) == []
 
 
 def test_copies_that_are_not():
     findings = list(doctor.check_peers(peers(_01=WRONG, _02=HANGS, _20=HANGS, _12=PairReport(verdict="untested"))))
     assert [finding.state for finding in findings] == ["warning", "warning", "note", "ok"]
-    assert "arrive wrong between 0>1 (bfloat16 by a kernel)" in findings[0].message
+    assert "arrive wrong between 0>1 (4104 bytes by a kernel)" in findings[0].message
     assert "hang between 0>2, 2>0" in findings[1].message
     assert "1>2" in findings[2].message
     assert "2 of 6 pairs" in findings[3].message
@@ -164,8 +164,8 @@ def examine(monkeypatch, tmp_path):
     def run(library, build, *, environ=None, found=None, system=tmp_path, **options):
         tests = []
 
-        def test(uuids, *, full):
-            tests.append((uuids, full))
+        def test(uuids):
+            tests.append(uuids)
             return found or {(0, 1): RIGHT, (1, 0): RIGHT}
 
         monkeypatch.setitem(sys.modules, "pynvml", library)
@@ -183,7 +183,7 @@ def test_sound_machine(examine):
     assert diagnosis.is_usable
     assert [states[check] for check in ("driver", "torch", "nccl", "P2P", "health")] == ["ok"] * 5
     assert states["environment"] == "warning"
-    assert tests == [(["u0", "u1"], True)]
+    assert tests == [["u0", "u1"]]
 
 
 def test_machine_without_gpus_is_usable(examine):
@@ -222,6 +222,4 @@ def test_real_machine_is_sound(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     diagnosis = diagnose({})
     assert diagnosis.is_usable, diagnosis.findings
-    for report in (diagnosis.peers or {}).values():
-        assert report.verdict == "right"
-        assert report.gigabytes_per_s > 1
+    assert all(report == RIGHT for report in (diagnosis.peers or {}).values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everygpu.devices import peer_test
-from everygpu.devices.peer_test import DTYPES, copy, find_wrong, main, make_pattern
+from everygpu.devices.peer_test import copy, find_wrong, main, make_pattern
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -28,12 +28,6 @@ def forget(target, source):
     pass
 
 
-def spoil_one_dtype(target, source):
-    copy(target, source)
-    if source.dtype is torch.bfloat16:
-        target.fill_(float("nan"))
-
-
 def spoil_kernel(target, source):
     if source.is_contiguous():
         copy(target, source)
@@ -48,15 +42,14 @@ def spoil_large(target, source):
 @pytest.mark.parametrize(
     ("transfer", "words"),
     [
-        (spoil_element, "uint8 by the copy engine, 4104 bytes"),
-        (forget, "uint8 by the copy engine, 4104 bytes"),
-        (spoil_one_dtype, "bfloat16 by the copy engine"),
-        (spoil_kernel, "uint8 by a kernel"),
-        (spoil_large, "uint8 by the copy engine, 2097152 bytes"),
+        (spoil_element, "4104 bytes by the copy engine"),
+        (forget, "4104 bytes by the copy engine"),
+        (spoil_kernel, "4104 bytes by a kernel"),
+        (spoil_large, "2097152 bytes by the copy engine"),
     ],
 )
 def test_every_fault_is_found(transfer, words):
-    assert words in find_wrong(make_pattern(), make_pattern(), 2, transfer)
+    assert find_wrong(make_pattern(), make_pattern(), 2, transfer) == words
 
 
 def test_bytes_of_another_device_are_noticed():
@@ -80,10 +73,10 @@ def pairs_of(said):
 
 
 def test_every_ordered_pair_is_announced_and_reported(capsys):
-    said = states(capsys, "3", "--full", devices=CPUS)
+    said = states(capsys, "3", devices=CPUS)
     pairs = [[0, 1], [0, 2], [1, 0], [1, 2], [2, 0], [2, 1]]
     assert [state["now"] for state in said] == [*pairs, None]
-    assert said[-1] == {"ready": [0, 1, 2], "now": None, "pairs": [[*pair, None, None] for pair in pairs]}
+    assert said[-1] == {"ready": [0, 1, 2], "now": None, "pairs": [[*pair, None] for pair in pairs]}
 
 
 def test_device_without_room_is_left_out(capsys, monkeypatch):
@@ -103,7 +96,7 @@ def test_device_without_room_is_left_out(capsys, monkeypatch):
 
 
 def test_device_that_is_wrong_with_itself_is_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(peer_test, "find_wrong", lambda *arguments: "uint8 by a kernel")
+    monkeypatch.setattr(peer_test, "find_wrong", lambda *arguments: "4104 bytes by a kernel")
     (said,) = states(capsys, "2", devices=CPUS[:2])
     assert said["ready"] == said["pairs"] == []
 
@@ -118,7 +111,4 @@ def test_pair_without_room_is_not_reported(capsys):
 @pytest.mark.gpu
 @pytest.mark.cards(2)
 def test_real_gpus(capsys):
-    said = states(capsys, "2", "--full")[-1]
-    assert all(wrong is None and 1 < speed < 2000 for _, _, wrong, speed in said["pairs"])
-    assert len(said["pairs"]) == 2
-    assert len(DTYPES) == 5
+    assert states(capsys, "2")[-1]["pairs"] == [[0, 1, None], [1, 0, None]]

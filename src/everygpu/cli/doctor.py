@@ -3,18 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from everygpu.cli.output import harmless, make_console, show_bar
 from everygpu.exit_codes import NO_DEVICE
-
-if TYPE_CHECKING:
-    from everygpu.devices.p2p import Pair, PairReport
 
 _SIGNS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
 
@@ -44,17 +38,4 @@ def doctor(quick: bool, as_json: bool) -> None:
         for finding in diagnosis.findings:
             fix = "" if finding.fix is None else f"\n        {finding.fix}"
             console.out(harmless(f"{_SIGNS[finding.state]} {finding.check}: {finding.message}{fix}", keep="\n"))
-        if diagnosis.peers is not None:
-            console.print(build_matrix(diagnosis.peers))
     sys.exit(0 if diagnosis.is_usable else NO_DEVICE)
-
-
-def build_matrix(peers: "Mapping[Pair, PairReport]") -> Table:
-    """Lay out what came of copying from each GPU (a row) to each (a column)."""
-    positions = sorted({position for pair in peers for position in pair})
-    table = Table("GB/s", *(f"to {j}" for j in positions), highlight=False)
-    for i in positions:
-        cells = ["" if i == j else peers[i, j] for j in positions]
-        speeds = [x if isinstance(x, str) else x.gigabytes_per_s or x.verdict for x in cells]
-        table.add_row(f"from {i}", *(x if isinstance(x, str) else f"{x:g}" for x in speeds))
-    return table

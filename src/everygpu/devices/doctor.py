@@ -60,7 +60,7 @@ class Diagnosis:
 
     findings: tuple[Finding, ...]
     peers: Mapping[Pair, PairReport] | None
-    """What came of copying between GPUs, with speeds; None where there are fewer than two."""
+    """What came of copying between GPUs; None where there are fewer than two."""
 
     @property
     def is_usable(self) -> bool:
@@ -69,10 +69,10 @@ class Diagnosis:
 
 
 def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Path = Path("/")) -> Diagnosis:
-    """Look at everything. The test of copies takes some seconds and 256 MiB on each GPU, and is kept for later runs."""
+    """Look at everything. The test of copies takes some seconds, and is kept for later runs."""
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
     is_tested = test_peers and build.num_devices > 1 and not any(gpu.fault for gpu in samples)
-    peers = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None
+    peers = p2p.examine_and_keep(p2p.list_uuids()) if is_tested else None
     findings = (
         check_driver(driver, count_boards(system)),
         *check_torch(build, driver, environ),
@@ -143,11 +143,8 @@ def check_peers(peers: Mapping[Pair, PairReport] | None) -> Iterator[Finding]:
     if pairs := _list_pairs(peers, "untested"):
         fix = "Test again when the GPUs have memory free and are not in exclusive mode."
         yield Finding("P2P", "note", f"not tested: {pairs}", fix)
-    right = [report for report in peers.values() if report.verdict == "right"]
-    speeds = [report.gigabytes_per_s for report in right if report.gigabytes_per_s is not None]
-    if right:
-        measured = f", at {min(speeds):g} to {max(speeds):g} GB/s" if speeds else ""
-        yield Finding("P2P", "ok", f"copies of {len(right)} of {len(peers)} pairs arrive right{measured}")
+    if num_right := sum(report.verdict == "right" for report in peers.values()):
+        yield Finding("P2P", "ok", f"copies of {num_right} of {len(peers)} pairs arrive right")
 
 
 def _list_pairs(peers: Mapping[Pair, PairReport], verdict: str) -> str:

@@ -46,8 +46,6 @@ class PairReport:
 
     verdict: Verdict
     detail: str = ""
-    gigabytes_per_s: float | None = None
-    """10**9 bytes a second; None when not measured."""
 
 
 UNTESTED = PairReport(verdict="untested")
@@ -105,13 +103,12 @@ def list_uuids() -> list[str]:
     return [str(getattr(properties, "uuid", i)) for i, properties in enumerate(every)]
 
 
-def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> dict[Pair, PairReport]:
+def examine_and_keep(uuids: Sequence[str]) -> dict[Pair, PairReport]:
     """Run the test on the visible GPUs and remember what came of it."""
     logger.info("Testing copies between %d GPUs, once after a boot.", len(uuids))
-    flags = ["--limit", "15", "--full"] if full else ["--limit", "4"]
-    command = python_command(MODULE, str(len(uuids)), *flags)
+    command = python_command(MODULE, str(len(uuids)), "4")
     # Not short, for one that can't end itself: a slow disk on which torch lies is no broken GPU.
-    reports = examine(command, child_environ(uuids, os.environ), len(uuids), limit_s=180.0 if full else 90.0)
+    reports = examine(command, child_environ(uuids, os.environ), len(uuids), limit_s=90.0)
     keep(uuids, reports)
     return reports
 
@@ -164,9 +161,8 @@ def judge(output: str, ending: str, num_devices: int) -> dict[Pair, PairReport]:
     rest = UNTESTED if now is None else replace(fault, detail="not tried any more")
     every = itertools.permutations(range(num_devices), 2)
     pairs = {pair: rest if set(pair) <= set(said["ready"]) else UNTESTED for pair in every}
-    for i, j, wrong, speed in said["pairs"]:
-        right = PairReport(verdict="right", gigabytes_per_s=speed)
-        pairs[i, j] = right if wrong is None else PairReport(verdict="wrong", detail=wrong)
+    for i, j, wrong in said["pairs"]:
+        pairs[i, j] = PairReport(verdict="right") if wrong is None else PairReport(verdict="wrong", detail=wrong)
     if now is not None:
         pairs[now[0], now[1]] = fault
     return pairs

@@ -1,6 +1,6 @@
 """Copy known bytes between every two GPUs, in a process that may be killed: see ``p2p``.
 
-    python -m everygpu.devices.peer_test NUM_DEVICES [--limit SECONDS] [--full]
+    python -m everygpu.devices.peer_test NUM_DEVICES [SECONDS]
 
 Writes a line of JSON before each pair and at the end: what is known so far, and what comes now. What takes longer than
 the limit ends the process, which the reader sees by ``faulthandler``'s words.
@@ -21,16 +21,13 @@ from torch import Tensor
 Transfer = Callable[[Tensor, Tensor], None]
 """Copies the second tensor, on one device, into the first, on another."""
 
-DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)
 _NUM_BYTES = (4_104, 2_097_152)  # a few pages and a bit, and the size of a bucket
 _UNWRITTEN = 0xA5
-_MEASURED_BYTES = 256 * 2**20
-_NUM_MEASURED = 5
 # A copy of memory as it lies is the copy engine's; of a transposed matrix, a kernel's, which reads the other
 # GPU's memory itself.
 _WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "the copy engine": lambda x: x,
-    "a kernel": lambda x: x.view(-1, 3).t() if x.numel() % 3 == 0 else x.view(-1, 2).t(),
+    "a kernel": lambda x: x.view(torch.bfloat16).view(-1, 4).t(),
 }
 
 
@@ -41,9 +38,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None, transfer: Transfer = copy) -> None:
     """Test every ordered pair of devices, or of the first CUDA devices, and write what comes of it."""
-    is_full = "--full" in arguments
-    limit_s = float(arguments[arguments.index("--limit") + 1]) if "--limit" in arguments else None
-
+    limit_s = float(arguments[1]) if len(arguments) > 1 else None
     used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
     pairs: list[list[Any]] = []
@@ -61,9 +56,7 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
     for source, target in itertools.permutations(patterns, 2):
         say(now=[source, target])
         with suppress(torch.OutOfMemoryError):  # others fill the GPU: nothing is known of the pair
-            wrong = find_wrong(patterns[source], patterns[target], source, transfer)
-            speed = _measure(used[source], used[target]) if is_full and wrong is None else None
-            pairs.append([source, target, wrong, speed])
+            pairs.append([source, target, find_wrong(patterns[source], patterns[target], source, transfer)])
     say()
 
 
@@ -86,18 +79,17 @@ def make_pattern() -> Tensor:
 
 
 def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) -> str | None:
-    """Copy the pattern, raised by a number of the source, in every dtype and way, and say what arrives wrong."""
+    """Copy the pattern, raised by a number of the source, in every way, and say what arrives wrong."""
     sent, expected = source + mark, target + mark
-    for num_bytes, dtype, (way, lay_out) in itertools.product(_NUM_BYTES, DTYPES, _WAYS.items()):
-        there = lay_out(sent[:num_bytes].view(dtype))
-        wanted = lay_out(expected[:num_bytes].view(dtype))
+    for num_bytes, (way, lay_out) in itertools.product(_NUM_BYTES, _WAYS.items()):
+        there, wanted = lay_out(sent[:num_bytes]), lay_out(expected[:num_bytes])
         arrived = torch.full((num_bytes,), _UNWRITTEN, dtype=torch.uint8, device=target.device)
-        arrived = arrived.view(dtype).view(there.shape)
+        arrived = arrived.view(there.dtype).view(there.shape)
         _wait_for(source.device, target.device)
         transfer(arrived, there)
         _wait_for(source.device, target.device)
         if not torch.equal(arrived.view(torch.uint8), wanted.contiguous().view(torch.uint8)):
-            return f"{str(dtype).removeprefix('torch.')} by {way}, {num_bytes} bytes"
+            return f"{num_bytes} bytes by {way}"
     return None
 
 
@@ -105,26 +97,6 @@ def _wait_for(*devices: torch.device) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def _measure(source: torch.device, target: torch.device) -> float | None:
-    """Time large copies, in 10**9 bytes per second; None without memory or GPU."""
-    if source.type != "cuda":
-        return None
-    try:
-        sent = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=source)
-        arrived = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=target)
-    except torch.OutOfMemoryError:
-        return None
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-    arrived.copy_(sent, non_blocking=True)
-    with torch.cuda.device(source):
-        marks[0].record()
-        for _ in range(_NUM_MEASURED):
-            arrived.copy_(sent, non_blocking=True)
-        marks[1].record()
-    _wait_for(source, target)
-    return round(_NUM_MEASURED * _MEASURED_BYTES / float(marks[0].elapsed_time(marks[1])) / 1e6, 1)
 
 
 if __name__ == "__main__":
