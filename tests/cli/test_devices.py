@@ -4,9 +4,7 @@ import io
 import json
 import re
 import shutil
-import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -235,16 +233,6 @@ def test_watch_shows_something_on_every_terminal(invoke, terminal, monkeypatch, 
     assert invoke(BOX[:1], "--watch").exit_code == 0
     assert terminal.getvalue().count("NVIDIA") == 3
     assert ("\x1b" in terminal.getvalue()) == is_redrawn
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_watch_leaves_the_screen_as_it_was_at_sigterm(invoke, terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(devices.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
-    assert invoke(BOX[:1], "--watch").exit_code == 143
-    assert "\x1b[?1049h" in terminal.getvalue()
-    assert terminal.getvalue().rindex("\x1b[?1049l") > terminal.getvalue().rindex("\x1b[?1049h")
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.usefixtures("sleeps")

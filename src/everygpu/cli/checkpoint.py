@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.tree import Tree
 
 from everygpu.cli.output import UserPath, harmless, make_console, plain, show_bar
 from everygpu.exit_codes import UNREADABLE
@@ -34,9 +32,8 @@ def checkpoint() -> None:
 @checkpoint.command("show")
 @click.argument("path", type=UserPath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, every tensor.")
-@click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Show modules down to this depth only.")
 @click.option("--section", metavar="NAME", help="The state dict to show, where the file has several.")
-def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str | None) -> None:
+def show_checkpoint(path: Path, as_json: bool, section: str | None) -> None:
     """Show the tensors in a checkpoint."""
     from everygpu.checkpoint.load import read_any
 
@@ -47,12 +44,11 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
         return
     for line in summarise(contents):
         console.print(plain(line))
-    tensors = tensors_of(contents)
-    if tensors:
-        root = grow(tensors)
-        tree = Tree(plain(f"{path.name}  {_totals(root)}"))
-        _add(tree, root, depth)
-        console.print(tree)
+    if tensors := tensors_of(contents):
+        count, num_values, size_bytes = describe_totals(tensors).values()
+        console.print(plain(f"tensors: {count}, {num_values:,} values, {format_size(size_bytes)}"))
+    for name, tensor in tensors.items():
+        console.print(plain(f"{name}  {_dtype(tensor)} {tuple(tensor.shape)}  {format_size(tensor.nbytes)}"))
 
 
 @checkpoint.command("verify", short_help="Check a checkpoint against its SHA256SUMS, or that it can be read.")
@@ -102,17 +98,6 @@ def convert_checkpoint(
         console.print(plain(f"note: {note}"))
 
 
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """A module: what is in it and in the modules inside."""
-
-    children: dict[str, "Node"] = field(default_factory=dict)
-    tensors: "dict[str, Tensor]" = field(default_factory=dict)
-    num_tensors: int = 0
-    num_values: int = 0
-    size_bytes: int = 0
-
-
 def tensors_of(contents: "Contents") -> "dict[str, Tensor]":
     """Return the model's tensors; none where there is no model."""
     from torch import Tensor
@@ -122,29 +107,17 @@ def tensors_of(contents: "Contents") -> "dict[str, Tensor]":
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def grow(tensors: "Mapping[str, Tensor]") -> Node:
-    """Group tensors by the modules in their names, and sum their sizes."""
+def describe_totals(tensors: "Mapping[str, Tensor]") -> dict[str, int]:
+    """Count tensors, values and bytes; memory with several names counts once."""
     from everygpu.checkpoint.values import identity
 
-    root = Node()
-    seen: set[object] = set()  # a tensor with several names counts once
-    for name, tensor in tensors.items():
-        *modules, last = name.split(".")
-        memory = identity(tensor)
-        size = 0 if memory in seen else tensor.nbytes
-        seen.add(memory)
-        node = root
-        for module in (None, *modules):
-            node = node if module is None else node.children.setdefault(module, Node())
-            node.num_tensors += 1
-            node.num_values += tensor.numel()
-            node.size_bytes += size
-        node.tensors[last] = tensor
-    return root
+    sizes = {identity(tensor): tensor.nbytes for tensor in tensors.values()}
+    num_values = sum(tensor.numel() for tensor in tensors.values())
+    return {"num_tensors": len(tensors), "num_values": num_values, "size_bytes": sum(sizes.values())}
 
 
 def summarise(contents: "Contents") -> Iterable[str]:
-    """Yield the lines above the tree."""
+    """Yield the lines above the tensors."""
     from everygpu.checkpoint.parts import is_optimizer_state
 
     yield f"format: {contents.format}"
@@ -164,18 +137,16 @@ def summarise(contents: "Contents") -> Iterable[str]:
 
 def describe(path: Path, contents: "Contents") -> dict[str, Any]:
     """Make a record for JSON."""
-    root, others = grow(tensors_of(contents)), _others(contents)
+    tensors, others = tensors_of(contents), _others(contents)
     return {
         "path": str(path),
         "format": contents.format,
         "libraries": dict(contents.libraries),
         "section": contents.section,
-        "num_tensors": root.num_tensors,
-        "num_values": root.num_values,
-        "size_bytes": root.size_bytes,
+        **describe_totals(tensors),
         "tensors": [
             {"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape), "size_bytes": tensor.nbytes}
-            for name, tensor in tensors_of(contents).items()
+            for name, tensor in tensors.items()
         ],
         "step": contents.step,
         "parts": {name: x if isinstance(x, int | str | None) else harmless(_brief(x)) for name, x in others.items()},
@@ -186,20 +157,6 @@ def describe(path: Path, contents: "Contents") -> dict[str, Any]:
 def _others(contents: "Contents") -> dict[str, Any]:
     parts = {name: part for name, part in contents.parts.items() if name != "model"} | dict(contents.extras)
     return {name: part.state["values"] if part.kind == "module" else part.state for name, part in parts.items()}
-
-
-def _add(tree: Tree, node: Node, depth: int | None) -> None:
-    if depth == 0:
-        return
-    for name, tensor in node.tensors.items():
-        tree.add(plain(f"{name}  {_dtype(tensor)} {tuple(tensor.shape)}  {format_size(tensor.nbytes)}"))
-    for name, child in node.children.items():
-        _add(tree.add(plain(f"{name}  {_totals(child)}")), child, None if depth is None else depth - 1)
-
-
-def _totals(node: Node) -> str:
-    tensors = "1 tensor" if node.num_tensors == 1 else f"{node.num_tensors} tensors"
-    return f"{tensors}, {node.num_values:,} values, {format_size(node.size_bytes)}"
 
 
 def _dtype(tensor: "Tensor") -> str:

@@ -3,13 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import click
-from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +17,6 @@ from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
 from everygpu.devices.visible import predict_names, visible_devices
-from everygpu.exit_codes import exiting_at_sigterm
 from everygpu.units import format_size
 
 INTERVAL_S = 2.0
@@ -53,34 +49,23 @@ def list_devices(request: Request | None, filters: Filters, form: str, ask_torch
     if request is None and (filters or form == "visible"):
         request = Request()
 
-    def build() -> RenderableType:
-        rows, holders = find_rows(request, filters, ask_torch)
-        if not rows:
-            return Text("No GPU found." if ask_torch else "No NVIDIA GPU found. For other accelerators pass --torch.")
-        notes = [] if request or watch else [Text(note) for note in explain_hidden(rows)]
-        return Group(build_table(rows, holders, with_uuids=not watch), *notes)
-
     console = make_console()
-    if watch and find_rows(request, filters, ask_torch)[0]:
-        _show_live(build)
-    elif form == "table":
-        console.print(build())
-    else:
-        rows, holders = find_rows(request, filters, ask_torch)
-        text = json.dumps({"devices": [describe(row, holders) for row in rows]}, indent=2)
-        console.out(text if form == "json" else ",".join(gpu.uuid or "" for _, gpu in rows))
-
-
-def _show_live(build: Callable[[], RenderableType]) -> None:
-    """Redraw in place; in a pipe, and on a terminal that can't, print one after the other."""
-    console = make_console()
-    show: Callable[[RenderableType], None] = console.print
-    with suppress(KeyboardInterrupt), exiting_at_sigterm(), ExitStack() as stack:  # Ctrl-C is how one leaves it
-        if console.is_terminal and not console.is_dumb_terminal:
-            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=True))
-            show = partial(live.update, refresh=True)
-        while True:
-            show(build())
+    rows, holders = find_rows(request, filters, ask_torch)
+    if form == "json":
+        console.out(json.dumps({"devices": [describe(row, holders) for row in rows]}, indent=2))
+    elif form == "visible":
+        console.out(",".join(gpu.uuid or "" for _, gpu in rows))
+    elif not rows:
+        console.print("No GPU found." if ask_torch else "No NVIDIA GPU found. For other accelerators pass --torch.")
+    elif not watch:
+        console.print(build_table(rows, holders))
+        for note in () if request else explain_hidden(rows):
+            console.print(Text(note))
+    with suppress(KeyboardInterrupt):  # Ctrl-C is how one leaves it
+        while watch and rows:
+            table = build_table(*find_rows(request, filters, ask_torch), with_uuids=False)
+            console.clear()  # on a terminal
+            console.print(table)
             time.sleep(INTERVAL_S)
 
 
