@@ -1,9 +1,7 @@
 """Exit codes with which a run ends, and what they say to what has started it."""
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from everygpu.errors import CheckpointError, DeviceError, OptionError
 
@@ -37,20 +35,6 @@ def code_of(error: Exception) -> int:
     """Return the code with which a command ends by an error."""
     kinds = {OptionError: WRONG_OPTION, DeviceError: NO_DEVICE, CheckpointError: UNREADABLE}
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), OTHER)
-
-
-@contextmanager
-def exiting_at_sigterm() -> Iterator[None]:
-    """Turn the signal into an exception: by default it ends this process at once, and leaves what is open."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def report_reason(reason: str) -> None:

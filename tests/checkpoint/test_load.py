@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import everygpu
+from everygpu.devices.seed import take_rng_states
 from everygpu.errors import (
     CheckpointContentError,
     CheckpointDamagedError,
@@ -343,3 +344,16 @@ def test_a_checkpoint_that_keeps_being_replaced_is_given_up(tmp_path: Path, monk
     monkeypatch.setattr(contents, "read_tensors", read_late)
     with pytest.raises(CheckpointError, match="was replaced 5 times"):
         everygpu.load(path, model=Net(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [*({"python": bad} for bad in (None, (3, (1, 2), None))), {"torch": b"short"}, {"cuda": [3]}, {"numpy": None}],
+    ids=str,
+)
+def test_broken_random_states_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    states = take_rng_states() | change
+    monkeypatch.setattr(import_module("everygpu.checkpoint.save"), "take_rng_states", lambda: states)
+    everygpu.save(tmp_path / "c", epoch=1)
+    with pytest.raises(CheckpointDamagedError, match="random states"):
+        everygpu.load(tmp_path / "c", rng=True)

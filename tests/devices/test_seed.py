@@ -1,5 +1,6 @@
 """Seeds: the whole run repeats, and replicas draw different numbers."""
 
+import json
 import random
 import subprocess
 import sys
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from everygpu.devices.seed import derive_seed, seed_all, spread_generators, spread_seeds
+from everygpu.checkpoint.values import decode, encode
+from everygpu.devices.seed import (
+    derive_seed,
+    plan_rng_restore,
+    seed_all,
+    spread_generators,
+    spread_seeds,
+    take_rng_states,
+)
 from everygpu.errors import OptionError
 
 
@@ -192,3 +201,60 @@ def test_a_state_that_is_put_back_is_spread_already(rank_1):
     torch.set_rng_state(state)
     spread_seeds([torch.device("cpu")])
     assert torch.equal(torch.rand(()), then)
+
+
+def draw_all():
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    gaussians = random.gauss(0, 1), np.random.randn()
+    return (*draw(), *gaussians, *(torch.randn(3, device=f"cuda:{i}").tolist() for i in devices))
+
+
+def saved_states():
+    """The states as they come back from disk."""
+    return decode(json.loads(json.dumps(encode(take_rng_states(), "rng", {}))), {})
+
+
+def test_every_generator_goes_on_where_it_was():
+    draw_all()  # leaves a second gaussian waiting in Python's and NumPy's generators
+    states = saved_states()
+    expected = draw_all()
+    assert draw_all() != expected
+    plan_rng_restore(states)()
+    assert draw_all() == expected
+
+
+def test_a_replaced_numpy_generator_survives():
+    old = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        states = saved_states()
+        expected = np.random.rand()
+        plan_rng_restore(states)()
+        assert np.random.rand() == expected
+    finally:
+        np.random.set_bit_generator(old)
+
+
+def test_states_of_absent_devices_are_left_out(monkeypatch):
+    set_on = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: set_on.append(index))
+    plan_rng_restore(take_rng_states() | {"cuda": [b"x" * 16] * 4})()
+    assert set_on == [0, 1]
+
+
+def test_cuda_is_not_touched_where_it_is_not_in_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("CUDA was initialised"))
+    assert "cuda" not in take_rng_states()
+
+
+@pytest.mark.gpu
+def test_cuda_generators_go_on_where_they_were():
+    draws = [torch.randn(3, device=f"cuda:{i}") for i in range(torch.cuda.device_count())]
+    assert draws
+    states = saved_states()
+    expected = draw_all()
+    plan_rng_restore(states)()
+    assert draw_all() == expected

@@ -14,7 +14,6 @@ from typing import IO, Any
 
 from everygpu.child import python_command
 from everygpu.errors import OptionError
-from everygpu.exit_codes import exiting_at_sigterm
 
 KEY = ("commit", "card", "model", "way", "num_devices", "rows", "precision")
 """What tells rows of a file of results apart."""
@@ -94,7 +93,7 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
     """Run a command whose last line is a row as JSON; a hang, which ends all it started, or a failure is its error."""
     process: subprocess.Popen[bytes] | None = None
     # Files, for a process that it leaves behind would keep a pipe open.
-    with exiting_at_sigterm(), tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as error_file:
+    with _exiting_at_sigterm(), tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as error_file:
         try:
             with _held_signals() as held:  # raised in the midst of a start, they would leave the process behind
                 process = subprocess.Popen(command, stdout=out_file, stderr=error_file, start_new_session=True)
@@ -113,6 +112,20 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
         return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
     row: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return row
+
+
+@contextmanager
+def _exiting_at_sigterm() -> Iterator[None]:
+    """Turn the signal into an exception: by default it ends this process at once, and leaves what is open."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from everygpu.checkpoint.format import (
     require_there,
 )
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
-from everygpu.checkpoint.rng import plan_rng_restore
 from everygpu.checkpoint.states import LOAD_OPTIONS, Fit, check_targets, detach, plan_parts, restore_all
-from everygpu.checkpoint.values import decode
+from everygpu.checkpoint.values import cut, decode
+from everygpu.devices.seed import plan_rng_restore
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointDamagedError,
@@ -106,7 +106,11 @@ def load(
             f"load: {path} has no random states: another program wrote it. Leave out rng=True."
         )
     if rng:  # a name that nothing else can have
-        restores["rng"] = plan_rng_restore(contents.rng)
+        try:
+            restores["rng"] = plan_rng_restore(contents.rng)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
+            what = f"The saved random states are damaged ({type(cause).__name__}: {cut(cause)})"
+            raise CheckpointDamagedError(f"load: {what}. Nothing was loaded; leave out rng=True.") from cause
     rest = {name: part for name, part in contents.extras.items() if name not in targets}
     values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()})
     if not restores and not values and contents.step is None:

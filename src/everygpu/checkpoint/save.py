@@ -20,9 +20,9 @@ from everygpu.checkpoint.background import Background, StateSnapshot
 from everygpu.checkpoint.convert import SUFFIXES
 from everygpu.checkpoint.directory import as_path, must_be_writable, replacing, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, Files, files_of, write_document, write_tensors
-from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import LOAD_OPTIONS, check_parts, encode_parts, has_shards
 from everygpu.checkpoint.values import encode
+from everygpu.devices.seed import take_rng_states
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError, RankError
 from everygpu.parallel.fully_sharded.shards import full_tensor, is_shard
 from everygpu.ranks.group import current_group, init_group

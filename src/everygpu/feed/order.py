@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, IterDataPipe, Sampler, get_worker_info
 
 from everygpu import tree
-from everygpu.checkpoint.rng import rng_states_kept
-from everygpu.devices.seed import derive_seed
+from everygpu.devices.seed import derive_seed, rng_states_kept
 from everygpu.errors import CheckpointMismatchError, OptionError
 from everygpu.feed.rank_rows import Kind, RankRows, is_data_loader, kind_of, length_of, samplers_of, say_once
 from everygpu.ranks.group import Group, batch_digest, init_group

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from everygpu import tree
-from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.child import count_cores
+from everygpu.devices.seed import rng_states_kept
 from everygpu.errors import DeviceError, OptionError, RankError
 from everygpu.feed.feeder import Target, data_parallel_in, find_route
 from everygpu.feed.feeder_iterator import WARN_AFTER_STEPS, FeederIterator, FeedReport
