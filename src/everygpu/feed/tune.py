@@ -131,20 +131,18 @@ def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
 
 def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
     """Make a batch of another size by repeating the rows that its tensors have along a dimension."""
-    num_own = find_rows([("batch", batch)], dim, num_devices)
+    num_own = find_rows([("batch", batch)], dim, num_devices) or 0
 
     def repeat(leaf: Any) -> Any:
         kind = batch_type(leaf)
         if kind is not None:
-            rows = split_batch(leaf, kind, [1] * (num_own or 0))
+            rows = split_batch(leaf, kind, [1] * num_own)
             return kind.join([rows[i % len(rows)] for i in range(num_rows)])
         if not tree.has_dims(leaf) or leaf.shape[dim] != num_own:
             return leaf
-        if not isinstance(leaf, Tensor):
-            return leaf.take(range(num_rows), axis=dim, mode="wrap")
         # Indexing keeps channels_last, index_select doesn't.
-        positions = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
-        return leaf[(slice(None),) * (dim % leaf.ndim) + (positions,)].requires_grad_(leaf.requires_grad)
+        found = leaf[(slice(None),) * (dim % leaf.ndim) + ([i % num_own for i in range(num_rows)],)]
+        return found.requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else found
 
     with torch.no_grad():
         return tree.map_leaves(repeat, batch, open_batch)
