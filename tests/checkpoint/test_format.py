@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.checkpoint import format as module
-from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError
+from everygpu.errors import CheckpointContentError, CheckpointError
 from tests.checkpoint.forge import edit_document
 from tests.checkpoint.models import Net, same_state
 
@@ -30,16 +30,10 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return raw.view(dtype).reshape(shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 5), (0,), (2, 0, 3)], ids=str)
-def test_every_dtype_and_shape_survives(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = random_bits(dtype, shape)
-    assert same_state(everygpu.load(everygpu.save(tmp_path / "ckpt", x=tensor)), {"x": tensor})
-
-
 def test_safetensors_reads_every_dtype_and_the_digests_are_those_of_the_files(tmp_path: Path) -> None:
     state = {str(dtype): random_bits(dtype, (3, 2)) for dtype in [*DTYPES, torch.float4_e2m1fn_x2]}
     path = everygpu.save(tmp_path / "ckpt", **state)
+    assert same_state(everygpu.load(path), state)
     found = load_file(path / "training.safetensors")
     for name, tensor in state.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -155,31 +149,6 @@ def test_large_models_are_written_in_shards_with_an_index(tmp_path: Path, monkey
     assert {file.name for file in path.iterdir()} >= {"checkpoint.json", "SHA256SUMS"}
 
 
-def test_what_lies_beside_it_stays(tmp_path: Path) -> None:
-    path = everygpu.save(tmp_path / "ckpt", model=Net(1))
-    (path / "config.json").write_text("{}")
-    (path / "tokenizer").mkdir()
-    (path / "tokenizer" / "a.txt").write_text("x")
-    (path / "link").symlink_to("config.json")
-    everygpu.save(path, model=Net(2))
-    assert (path / "config.json").read_text() == "{}"
-    assert (path / "tokenizer" / "a.txt").read_text() == "x"
-    assert (path / "link").is_symlink()
-    model = Net(3)
-    everygpu.load(path, model=model)
-    assert same_state(dict(model.state_dict()), dict(Net(2).state_dict()))
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "checkpoint.json", "model.safetensors", "SHA256SUMS"])
-@pytest.mark.parametrize("text", ["{}", '{"format": "of-another-program"}'])
-def test_a_stranger_s_directory_is_not_replaced(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / name).write_text(text)
-    with pytest.raises(CheckpointForeignError, match=r"no checkpoint of everygpu"):
-        everygpu.save(tmp_path / "theirs", epoch=1)
-    assert (tmp_path / "theirs" / name).read_text() == text
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"version": 99}, {"version": "1"}, {"version": True}, {"files": []}, {"files": {"../x": 3}}, {"format": "x"}],
@@ -190,12 +159,3 @@ def test_another_document_is_a_typed_error(tmp_path: Path, changes: dict[str, ob
     edit_document(path, **changes)
     with pytest.raises(CheckpointError, match=r"checkpoint\.json|SHA256SUMS|99"):
         everygpu.load(path)
-
-
-def test_lazy_sparse_and_meta_tensors_are_refused(tmp_path: Path) -> None:
-    for model in (nn.LazyLinear(2), nn.Linear(1, 1, device="meta")):
-        with pytest.raises(CheckpointContentError, match="the tensor at (weight|bias)"):
-            everygpu.save(tmp_path / "ckpt", model=model)
-    with pytest.raises(CheckpointContentError, match="layout"):
-        everygpu.save(tmp_path / "ckpt", x=torch.eye(2).to_sparse())
-    assert not (tmp_path / "ckpt").exists()

@@ -80,6 +80,8 @@ def assert_nothing_changes(error: type[Exception], path: Path, match: str, **wha
 def test_every_part_comes_back(path: Path, source: Run) -> None:
     target = Run(seed=2)
     assert everygpu.load(path, **target.parts()) == {"epoch": 3}
+    with open(path / "training.safetensors", "r+b") as file:  # on which nothing depends any more
+        file.write(b"\xff" * os.path.getsize(file.name))
     assert same_state(target.state(), source.state())
 
 
@@ -129,14 +131,6 @@ def test_any_device_loads_from_any_other(tmp_path: Path, devices) -> None:
         assert state["step"].device.type == "cpu"
     assert same_state(dict(target.model.state_dict()), dict(source.model.state_dict()))
     assert rest["x"].device.type == "cpu"
-
-
-def test_optimizer_tensors_do_not_depend_on_the_file(path: Path, source: Run) -> None:
-    target = Run(seed=2)
-    everygpu.load(path, **target.parts())
-    with open(path / "training.safetensors", "r+b") as file:
-        file.write(b"\xff" * os.path.getsize(file.name))
-    assert same_state(snapshot(target.optimizer), snapshot(source.optimizer))
 
 
 # What is at the path.
@@ -272,8 +266,6 @@ def test_what_is_no_checkpoint_changes_nothing(path: Path, tmp_path: Path) -> No
     assert_nothing_changes(CheckpointForeignError, tmp_path / "x", "holds no checkpoint: none of checkpoint.json")
     (tmp_path / "model.pt").write_bytes(b"something else")
     assert_nothing_changes(CheckpointForeignError, tmp_path / "model.pt", "has no known format")
-    edit_document(path, rng={"python": None, "torch": None})
-    assert_nothing_changes(CheckpointDamagedError, path, "random states")
     edit_document(path, version=99)
     assert_nothing_changes(CheckpointForeignError, path, "version 99")
 
@@ -297,22 +289,6 @@ def test_a_part_that_was_not_saved(tmp_path: Path, source: Run, part: str) -> No
 )
 def test_a_target_that_can_t_be_loaded_into(path: Path, what: dict[str, Any], named: str) -> None:
     assert_nothing_changes(CheckpointContentError, path, named, **what)
-
-
-def test_an_extra_that_refuses_its_state_leaves_the_rest(path: Path, tmp_path: Path, source: Run) -> None:
-    class Refusing:
-        def state_dict(self) -> dict[str, int]:
-            return {"a": 1}
-
-        def load_state_dict(self, state: object) -> None:
-            raise RuntimeError("not mine")
-
-    path = everygpu.save(tmp_path / "refused", model=source.model, optimizer=source.optimizer, picky=Refusing())
-    target = Run(seed=2)
-    before = target.state()
-    with pytest.raises(RuntimeError, match="not mine"):
-        everygpu.load(path, model=target.model, optimizer=target.optimizer, picky=Refusing())
-    assert same_state(target.state(), before)
 
 
 # While a save goes on.

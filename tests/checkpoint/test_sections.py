@@ -60,14 +60,6 @@ def test_a_model_one_level_deeper_is_found() -> None:
     assert found.section == "model.state_dict"
 
 
-def test_several_models_under_unusual_names_are_not_guessed() -> None:
-    found = sort_document({"G": W, "D": EMA, "epoch": 3}, "x")
-    assert "model" not in found.parts
-    assert extras_of(found).keys() == {"G", "D", "epoch"}
-    with pytest.raises(CheckpointMismatchError, match=r"'D', 'G'|'G', 'D'.*G=module"):
-        found.require_model("gan.pt")
-
-
 @pytest.mark.parametrize("document", [{}, {"epoch": 3}, [torch.ones(2)], torch.ones(2), 5, None, {"a": []}], ids=str)
 def test_no_model(document: Any) -> None:
     found = sort_document(document, "x")
@@ -84,12 +76,6 @@ def test_lightning_has_lists_of_one() -> None:
     assert found.parts["optimizer"].state == optimizer_state()
     assert found.parts["scheduler"].state == {"last_epoch": 2}
     assert extras_of(found) == {"epoch": 1}
-
-
-def test_several_optimizers_are_left_in_the_rest() -> None:
-    found = sort_document({"state_dict": W, "optimizer_states": [optimizer_state(), optimizer_state()]}, "x")
-    assert "optimizer" not in found.parts
-    assert len(extras_of(found)["optimizer_states"]) == 2
 
 
 def test_numbers_of_parameters_that_became_text_are_numbers_again() -> None:

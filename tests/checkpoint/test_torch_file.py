@@ -30,12 +30,6 @@ def test_a_state_dict_comes_back(tmp_path: Path, new_format: bool) -> None:
     assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
 
 
-def test_views_of_one_storage_stay_right(tmp_path: Path) -> None:
-    base = torch.arange(12.0)
-    state = {"a": base[:6].view(2, 3), "b": base[6:].view(3, 2).t(), "all": base}
-    assert same_state(read_torch_file(write(tmp_path / "a.pt", state)), state)
-
-
 def test_a_compressed_archive_is_read_too(tmp_path: Path) -> None:
     path = write(tmp_path / "a.pt", {"w": torch.arange(1000.0)})
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new:

@@ -14,13 +14,6 @@ def parse(*arguments, **options):
     return run.parse_args(torchrun_arguments(*arguments, **options))
 
 
-def test_alone_on_a_machine():
-    parsed = parse(2, {}, "dir/train.py", ["--lr", "1"])
-    assert (parsed.standalone, parsed.nproc_per_node) == (True, "2")
-    assert (parsed.module, parsed.training_script) == (True, "everygpu")
-    assert parsed.training_script_args == ["--rank", "dir/train.py", "--lr", "1"]
-
-
 def test_several_machines_meet_by_c10d():
     parsed = parse(4, {"--nnodes": "2", "--rdzv-endpoint": "first:29400"}, "dir/train.py", ["--nnodes", "9"])
     assert (parsed.standalone, parsed.nproc_per_node, parsed.nnodes) == (False, "4", "2")
@@ -32,12 +25,6 @@ def test_other_ways_to_meet_are_torchruns():
     parsed = parse(4, {"--nnodes": "2", "--master-addr": "first", "--node-rank": "1"}, "train.py", [])
     assert (parsed.rdzv_backend, parsed.master_addr, parsed.node_rank) == ("static", "first", 1)
     assert parse(4, {"--nnodes": "2", "--rdzv-id": "7"}, "train.py", []).rdzv_id == "7"
-
-
-def test_a_module():
-    parsed = parse(2, {}, "package.train", ["-x"], is_module=True)
-    assert (parsed.module, parsed.training_script) == (True, "everygpu")
-    assert parsed.training_script_args == ["--rank", "-m", "package.train", "-x"]
 
 
 def test_options_are_torchruns_own():

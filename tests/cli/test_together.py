@@ -262,7 +262,8 @@ def test_options_of_the_script_are_none_of_torchruns(args):
     for is_module in (False, True):
         read = parse_args(torchrun_arguments(2, {"--max-restarts": "2"}, "ok.py", args, is_module))
         assert read.training_script_args == ["--rank", *(["-m"] if is_module else []), "ok.py", *args]
-        assert (read.module, read.nproc_per_node, read.max_restarts, read.no_python) == (True, "2", 2, False)
+        assert (read.module, read.training_script, read.nproc_per_node) == (True, "everygpu", "2")
+        assert (read.standalone, read.max_restarts, read.no_python) == (True, 2, False)
 
 
 FAIL = """

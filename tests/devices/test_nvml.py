@@ -46,26 +46,6 @@ def test_mig_mode_is_told():
     assert [sample.is_mig for sample in sample_devices(FakeNvml(Gpu(), Gpu(mig=True)))] == [False, True]
 
 
-def test_lost_gpu_keeps_its_position(caplog):
-    first, second = two_h200s()
-    first.lost = True
-    lost, sound = sample_devices(FakeNvml(first, second))
-    assert (lost.index, lost.uuid, lost.fault) == (0, None, "doesn't answer: NVML error 15")
-    assert (sound.index, sound.uuid, sound.fault) == (1, H200_UUIDS[1], None)
-    assert caplog.text == ""  # whoever asks says so
-
-
-def test_gpu_of_others_has_no_position():
-    faults = {("nvmlDeviceGetHandleByIndex", 0): FakeNvml.NVML_ERROR_NO_PERMISSION}
-    (sample,) = sample_devices(FakeNvml(*two_h200s(), faults=faults))
-    assert (sample.index, sample.uuid) == (1, H200_UUIDS[1])
-
-
-def test_names_of_processes_may_be_any_bytes():
-    library = FakeNvml(process_names={7: b"/opt/caf\xe9/python", 8: b"python"})
-    assert name_processes([7, 8], library) == {7: "/opt/caf\\xe9/python", 8: "python"}
-
-
 @pytest.mark.parametrize(
     ("code", "level"), [(NOT_FOUND, logging.DEBUG), (NOT_LOADED, logging.DEBUG), (MISMATCH, logging.WARNING)]
 )
@@ -78,16 +58,6 @@ def test_absent_driver_is_told_quietly_and_a_broken_one_aloud(code, level, caplo
     assert sample_driver(FakeNvml(fail_init=code)) == NvmlFailure(
         is_absent=level == logging.DEBUG, text=f"NVML error {code}"
     )
-
-
-@pytest.mark.parametrize("name", ["nvmlDeviceGetCount", "nvmlShutdown"])
-def test_a_failing_query_or_shutdown(monkeypatch, name):
-    library = FakeNvml(*two_h200s())
-    shutdown = library.nvmlShutdown
-    monkeypatch.setattr(library, name, lambda: library._fail(999))
-    assert (sample_devices(library) is None) == (name == "nvmlDeviceGetCount")
-    assert library.num_open == (name == "nvmlShutdown")
-    shutdown()
 
 
 def test_the_package_is_asked_by_default_and_may_be_missing(monkeypatch, caplog):
@@ -109,6 +79,7 @@ def test_driver_and_the_cuda_it_serves():
 
 def test_names_of_processes_that_may_be_known():
     assert name_processes([7, 9, 4711], FakeNvml()) == {7: "/usr/bin/python3", 4711: "python"}
+    assert name_processes([7], FakeNvml(process_names={7: b"/opt/caf\xe9/python"})) == {7: "/opt/caf\\xe9/python"}
     assert name_processes([7], FakeNvml(fail_init=9)) == {}
 
 

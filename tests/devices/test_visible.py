@@ -12,7 +12,6 @@ import torch
 
 import everygpu
 from everygpu.devices import visible
-from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
     pick_visible,
     predict_names,
@@ -67,33 +66,6 @@ RECORDED = {
 @pytest.mark.parametrize("text", RECORDED, ids=lambda text: text[:80])
 def test_same_as_the_driver(text):
     assert pick_visible(text, H200_UUIDS) == RECORDED[text]
-
-
-FOUR = [f"GPU-{digit * 8}-0df6-c9f7-a45c-22c4343803ae" for digit in "abcd"]
-
-
-@pytest.mark.parametrize(
-    ("text", "physical"),
-    [
-        ("2,3", [2, 3]),
-        ("0,3,2", [0, 3, 2]),
-        (f"{FOUR[3]},{FOUR[1]}", [3, 1]),
-        ("GPU-b,GPU-d", [1, 3]),
-        ("-1", []),
-        ("0,0", []),
-        ("", []),
-        (None, [0, 1, 2, 3]),
-    ],
-)
-def test_table_of_four_gpus(fake_cuda, text, physical):
-    # CUDA shows torch what the rules leave, in that order; the table finds each by its UUID.
-    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
-    library = FakeNvml(*(Gpu(uuid=uuid) for uuid in FOUR))
-    shown = resolve_environ(environ, sample_devices(library))
-    assert [sample.index for sample in shown] == physical
-    if physical:
-        fake_cuda([sample.uuid[4:] for sample in shown], library)
-        assert [(d.device.index, d.index) for d in visible_devices()] == list(enumerate(physical))
 
 
 @pytest.mark.parametrize(

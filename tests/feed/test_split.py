@@ -165,20 +165,6 @@ def after_one(feeder):
         return feeder.state_dict()
 
 
-def test_the_issues_example():
-    """Saved on two ranks, resumed on four: the half of the rows was never used."""
-    state = after_one(split(64, 2, 4)[0])
-    seen = list(itertools.chain(*steps(split(64, 2, 4), 1)))
-    with pytest.raises(
-        CheckpointMismatchError, match=r"2 ranks have used 8 rows .*, and 4 ranks with batches of 4 don't"
-    ):
-        split(64, 4, 4)[3].load_state_dict(state)
-    four = split(64, 4, 2)
-    for feeder in four:
-        feeder.load_state_dict(state)
-    assert sorted(seen + list(itertools.chain(*steps(four)))) == list(range(64))
-
-
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
