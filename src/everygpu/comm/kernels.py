@@ -43,6 +43,29 @@ def at(addresses, index, KIND: tl.constexpr):
 
 
 @triton.jit
+def sum_tree(
+    sources,
+    stride,
+    inside,
+    kept,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    SPAN: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Sum a block of the sources from one to before another, rounded at each sum as ``comm.tree_sum`` does."""
+    if LAST - FIRST == 1:
+        return tl.load(at(sources, FIRST * stride, KIND) + inside, mask=kept)
+    elif LAST - FIRST <= SPAN // 2:
+        return sum_tree(sources, stride, inside, kept, FIRST, LAST, SPAN // 2, KIND, WIDE)
+    else:
+        a = sum_tree(sources, stride, inside, kept, FIRST, FIRST + SPAN // 2, SPAN // 2, KIND, WIDE)
+        b = sum_tree(sources, stride, inside, kept, FIRST + SPAN // 2, LAST, SPAN // 2, KIND, WIDE)
+        return (a.to(WIDE) + b.to(WIDE)).to(KIND)
+
+
+@triton.jit
 def sum_blocks(
     sources,
     lengths,
@@ -50,15 +73,24 @@ def sum_blocks(
     num_blocks,
     rank,
     SOURCES: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Sum one block over all devices. Each device begins with its own block, so that no link serves all at once."""
+    """Sum one block over all devices. Each device begins with its own block, so that no link serves all at once; but
+    with ``SPAN``, the power of two from ``SOURCES`` on, blocks are summed by a tree over their places.
+    """
     inside = tl.arange(0, BLOCK)
     length = tl.load(lengths + block)
     total = tl.zeros((BLOCK,), WIDE)
-    if length == BLOCK:  # asked once, so that the loads of all devices are on their way together
+    if SPAN:
+        if length == BLOCK:
+            total = sum_tree(sources + block, num_blocks, inside, None, 0, SOURCES, SPAN, KIND, WIDE).to(WIDE)
+        else:
+            kept = inside < length
+            total = sum_tree(sources + block, num_blocks, inside, kept, 0, SOURCES, SPAN, KIND, WIDE).to(WIDE)
+    elif length == BLOCK:  # asked once, so that the loads of all devices are on their way together
         for step in tl.static_range(SOURCES):
             source = at(sources, (rank + step) % SOURCES * num_blocks + block, KIND)
             total += tl.load(source + inside).to(WIDE)
@@ -102,6 +134,7 @@ def _add(
     status,
     found,
     SOURCES: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
@@ -112,7 +145,7 @@ def _add(
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         length = tl.load(lengths + block)
         if length > 0:
-            total = sum_blocks(sources, lengths, block, num_blocks, rank, SOURCES, BLOCK, KIND, WIDE)
+            total = sum_blocks(sources, lengths, block, num_blocks, rank, SOURCES, SPAN, BLOCK, KIND, WIDE)
             start = tl.multiple_of(begin + tl.cast(block, tl.int64) * BLOCK, BLOCK)
             target = at(targets, index, KIND) + start + inside
             if length == BLOCK:
@@ -184,6 +217,7 @@ def run_add(
     status: Tensor | None = None,
     found: Tensor | None = None,
     mark: float = 0.0,
+    by_tree: bool = False,
 ) -> None:
     """Sum the blocks of several devices, on the current stream of one of them; other arguments as for ``run_send``.
 
@@ -196,10 +230,11 @@ def run_add(
         status: Address of a number, shape (1,), that becomes ``mark`` where ``found`` was 0 and a sum isn't finite.
         found: A table in which ``index`` becomes 1 where a sum isn't finite; with ``status``.
         mark: See ``status``.
+        by_tree: Sum by ``comm.tree_sum``'s tree over the places in ``sources``, whichever device does.
     """
     kind, wide = KINDS[dtype]
-    num_blocks = lengths.numel()
-    _add[(num_programs(num_blocks, lengths.device, sources.shape[0] - 1),)](
+    num_blocks, num = lengths.numel(), sources.shape[0]
+    _add[(num_programs(num_blocks, lengths.device, num - 1),)](
         sources, lengths, targets, begin, index, num_blocks, rank, squares, status, found,
-        SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide, MARK=mark,
+        SOURCES=num, SPAN=1 << (num - 1).bit_length() if by_tree else 0, BLOCK=block, KIND=kind, WIDE=wide, MARK=mark,
     )  # fmt: skip
