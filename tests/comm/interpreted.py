@@ -14,7 +14,9 @@ def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([t.data_ptr() for t in tensors])
 
 
-def check(num_sources: int, bad: float | None, dtype: torch.dtype, *, is_whole: bool, is_shut: bool, by_tree: bool) -> None:
+def check(
+    num_sources: int, bad: float | None, dtype: torch.dtype, *, is_whole: bool, is_shut: bool, by_tree: bool
+) -> None:
     torch.manual_seed(0)
     blocks = [[torch.randn(BLOCK).to(dtype) for _ in LENGTHS] for _ in range(num_sources)]
     blocks[0][1].fill_(float("nan"))  # of length 0: not looked at

@@ -5,6 +5,7 @@ On the CPU each entry of ``device_ids`` acts as a device: its replicas share its
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +106,24 @@ def noisy() -> Any:
     return Noisy(), mlp()[1], nn.CrossEntropyLoss()
 
 
+class Margin(nn.Module):
+    """A loss with weights of its own, and a penalty of the model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.penalised = list(model.parameters())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        penalty = torch.stack([p.square().mean() for p in self.penalised]).sum()
+        return F.cross_entropy(output @ self.weight, target) + 0.1 * penalty
+
+
+def penalised() -> Any:
+    module, batch, _ = mlp()
+    return module, batch, Margin(module)
+
+
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in params if p.requires_grad], 1e-2)
 
@@ -137,7 +156,7 @@ def train(
     module, batch, loss = make()
     buffers = options.pop("buffers", "first")
     model = everygpu.DataParallel(module, ["cpu"] * num_devices, num_replicas=NUM_REPLICAS, buffers=buffers)
-    own = optimizer(module.parameters())
+    own = optimizer([*module.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())])
     train_step = everygpu.TrainStep(model, loss, own, **options) if step else None
     losses = []
     for index in range(num_steps):
@@ -171,6 +190,7 @@ MODELS: dict[str, Make] = {
     "transformer": transformer,
     "lstm": lstm,
     "noisy": noisy,
+    "penalised": penalised,
 }
 WAYS: dict[str, dict[str, Any]] = {
     "loop": {},
@@ -178,6 +198,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "adamw": {"step": True},
     "clipped": {"step": True, "clip_norm": 0.1, "optimizer": sgd},
     "fp16": {"step": True, "precision": "fp16", "accumulate": 2},
+    "accumulated": {"step": True, "accumulate": 3, "clip_norm": 0.1},
     "bf16": {"step": True, "precision": "bf16"},
 }
 
@@ -284,6 +305,54 @@ def test_replicas_on_a_device_share_its_parameters() -> None:
     assert places[0] != places[-1]
 
 
+class Counted(torch.autograd.Function):
+    """A product whose weight's gradient is counted as long as it is alive."""
+
+    alive = most = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        found = x.t() @ grad
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+        weakref.finalize(found.untyped_storage(), Counted.end)
+        return grad @ weight.t(), found
+
+    @staticmethod
+    def end() -> None:
+        Counted.alive -= 1
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 64) / 8) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = Counted.apply(x, weight)  # type: ignore[no-untyped-call]
+        return x
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_few_gradients_are_alive_at_once(step: bool) -> None:
+    module = Products()
+    model = everygpu.DataParallel(module, ["cpu"], num_replicas=8, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    Counted.most = 0
+    if step:
+        everygpu.TrainStep(model, lambda output: output.square().mean(), optimizer)(torch.randn(16, 64))
+    else:
+        model(torch.randn(16, 64)).square().mean().backward()
+    assert 0 < Counted.most < 6 * 8 / 2
+
+
 def test_gradients_are_those_of_the_whole_batch() -> None:
     everygpu.seed_all(0)
     layer, x = nn.Linear(4, 3), torch.randn(16, 4)
@@ -310,7 +379,7 @@ def test_left_out_nothing_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("num_devices", "options", "message"),
     [
-        (3, {}, "num_replicas=6 or 9, or a number of devices that divides 8: 1, 2, 4, 8"),
+        (3, {}, "num_replicas=6, or a number of devices that fits 8: 1, 2, 4, 8"),
         (2, {"split": [1, 1]}, "split"),
         (2, {"shard": "parameters"}, "shard"),
         (2, {"engine": "compile"}, "engine"),

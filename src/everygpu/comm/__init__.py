@@ -121,8 +121,17 @@ def tree_sum(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor |
 def _sum_tree(tensors: Sequence[Tensor | None]) -> Tensor | None:
     if len(tensors) < 2:
         return tensors[0] if tensors else None
-    half = 1 << ((len(tensors) - 1).bit_length() - 1)
-    a, b = _sum_tree(tensors[:half]), _sum_tree(tensors[half:])
+    half = first_half(len(tensors))
+    return add_pair(_sum_tree(tensors[:half]), _sum_tree(tensors[half:]))
+
+
+def first_half(num: int) -> int:
+    """Return how many of several places are in the first half of ``tree_sum``'s tree: a power of two."""
+    return 1 << ((num - 1).bit_length() - 1)
+
+
+def add_pair(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Add two neighbours of ``tree_sum`` up, where the first is."""
     if a is None or b is None:
         return b if a is None else a
     b = copy(b, a.device)
@@ -139,16 +148,12 @@ def tree_reduce_scatter(buffers: Sequence[Tensor]) -> None:
 
 
 def all_gather(buffers: Sequence[Tensor]) -> None:
-    """All-gather buffers: copy each device's own chunk into the other buffers, which are equal afterwards.
-
-    Some may be one and the same.
-    """
+    """All-gather buffers: copy each device's own chunk into the other buffers, which are equal afterwards."""
     if _takes_nccl(buffers):
         nccl.all_gather(buffers)
         return
     for own, column in enumerate(_columns(buffers)):
-        place = column[own].data_ptr()
-        broadcast(column[own], list({c.data_ptr(): c for c in column if c.data_ptr() != place}.values()))
+        broadcast(column[own], (*column[:own], *column[own + 1 :]))
 
 
 def _takes_nccl(buffers: Sequence[Tensor]) -> bool:

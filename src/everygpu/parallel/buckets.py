@@ -455,8 +455,7 @@ class BroadcastBucket:
         keeps: Remember what was sent, for ``current_copies``.
         trusts_versions: Refresh only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
-        num_together: So many neighbours, ``device`` among them, share one copy, and all gradients are summed by a
-            tree over their places; 0 for a copy each.
+        by_tree: Add gradients up by a tree over the devices' places, ``device`` the first.
     """
 
     def __init__(
@@ -469,7 +468,7 @@ class BroadcastBucket:
         fixed: bool = False,
         keeps: bool = False,
         trusts_versions: bool = False,
-        num_together: int = 0,
+        by_tree: bool = False,
     ) -> None:
         self.device = device
         self.devices = list(devices)
@@ -481,21 +480,15 @@ class BroadcastBucket:
         self._keeps = keeps or trusts_versions
         self._trusts_versions = trusts_versions
         self._copies: list[_Copy | None] = [None] * len(self.devices)
-        self._num_together = num_together
-        size = max(1, num_together)
-        self._owners = [(i + 1) // size * size - 1 for i in range(len(self.devices))]
-        """For each of ``devices``, which one's copy it has; -1 for the originals' own memory."""
-        if num_together and not self._is_plain(originals):
-            # The first ones then share a copy, as those on other devices do: the same layout computes the same.
-            self._owners = [max(owner, 0) for owner in self._owners]
+        self._by_tree = by_tree
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return copies of the tensors of now for some of ``devices``; see ``refresh_all``."""
         return self.refresh_all(originals, replicas)[-len(replicas) :] if replicas else []
 
     def refresh_all(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Return copies of the tensors of now for some of ``devices``; before these, where some share a copy, what
-        ``device`` has in place of originals that take gradients.
+        """Return copies of the tensors of now for some of ``devices``; before these, where gradients are added up by a
+        tree, what ``device`` has in place of originals that take some.
 
         They are connected to the originals also while autograd is off: activation checkpointing runs a replica again
         later, when it is on.
@@ -503,10 +496,10 @@ class BroadcastBucket:
         # Outside inference mode, or buffers made in it could never be written by a training step.
         with torch.inference_mode(False):
             with torch.no_grad():
-                self._send(originals, sorted({self._owners[i] for i in replicas} - {-1}))
-            slots = [self._slots_of(self._owners[i], originals) for i in replicas]
-            if self._num_together and self._requires_grad:
-                slots.insert(0, self._slots_of(-1, originals))
+                self._send(originals, replicas)
+            slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
+            if self._by_tree and self._requires_grad:
+                slots.insert(0, [t.detach() for t in originals])
             if not self._requires_grad:
                 return placeholders(originals, slots)
             with torch.enable_grad():
@@ -522,13 +515,12 @@ class BroadcastBucket:
 
     def current_copies(self, originals: Sequence[Tensor]) -> list[Tensor]:
         """Return the flat memory of each copy; none where originals were replaced or written since."""
-        owners = sorted({*self._owners} - {-1})
-        copies = [copy for i in owners if (copy := self._copies[i]) is not None and copy.is_of(originals)]
-        return [copy.flat for copy in copies] if len(copies) == len(owners) else []
+        copies = [copy for copy in self._copies if copy is not None and copy.is_of(originals)]
+        return [copy.flat for copy in copies] if len(copies) == len(self.devices) else []
 
     def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
         """Add the replicas' gradients on the primary device, through one flat buffer each; None where none has one."""
-        if self._num_together:
+        if self._by_tree:
             return self._sum_by_tree(grads)
         columns = [[g for g in column if g is not None] for column in zip(*grads)]
         dense = {k for k, column in enumerate(columns) if column and all(g.layout == torch.strided for g in column)}
@@ -541,11 +533,16 @@ class BroadcastBucket:
             for k, column in enumerate(columns)
         ]
 
-    def sum_column(self, grads: Sequence[Tensor]) -> Tensor | None:
+    def sum_column(self, grads: Grads) -> Tensor | None:
         """Add one tensor's gradients up, by autograd."""
-        return comm.tree_sum(grads, self.device) if self._num_together else sum_on(grads, self.device)
+        if self._by_tree:
+            return comm.tree_sum(grads, self.device)
+        found = [g for g in grads if g is not None]
+        return sum_on(found, self.device) if found else None
 
     def _sum_by_tree(self, grads: Sequence[Grads]) -> list[Tensor | None]:
+        if len(grads) == 1:
+            return list(grads[0])
         columns = list(zip(*grads))
         is_flat = all(g is not None and g.layout is torch.strided for column in columns for g in column)
         if not is_flat or len(columns) == 1:
@@ -554,16 +551,15 @@ class BroadcastBucket:
         total = comm.tree_sum(flats, self.device)
         return [] if total is None else list(self.plan.views(total))
 
-    def _slots_of(self, owner: int, originals: Sequence[Tensor]) -> list[Tensor]:
-        copy = None if owner < 0 else self._copies[owner]
-        if copy is None:
-            return [t.detach() for t in originals]
-        return [slot.detach() for slot in copy.slots] if self._num_together else copy.slots
-
-    def _is_plain(self, originals: Sequence[Tensor]) -> bool:
-        """Whether originals lie in memory as their copies do."""
+    def is_plain(self, originals: Sequence[Tensor]) -> bool:
+        """Whether originals lie in memory as their copies do: memory that lies alike computes alike."""
         pairs = zip(originals, self.plan.slots)
         return all(t.stride() == slot.strides and t.data_ptr() % LEAST_ALIGNMENT == 0 for t, slot in pairs)
+
+    def copy_here(self, originals: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the values on their own device, without gradients, laid out as the others'."""
+        with torch.no_grad():
+            return [v.data for v in self.plan.views(self.plan.flatten(dict(enumerate(originals)), self.device))]
 
     def _send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         if self._trusts_versions:
@@ -643,8 +639,37 @@ class _Broadcast(torch.autograd.Function):
             if torch.is_grad_enabled() or are_batched(grads):
                 # create_graph=True: the sum is differentiated again, so it uses torch's own operations. Batched
                 # gradients lie in no memory that could be copied.
-                columns = [[g for g in column if g is not None] for column in zip(*rows)]
-                totals = [ctx.bucket.sum_column(column) if column else None for column in columns]
+                totals = list(map(ctx.bucket.sum_column, zip(*rows)))
             else:
                 totals = ctx.bucket.sum_grads(rows)
         return (None, None, None, *totals)
+
+
+def split_head(head: Sequence[Tensor], memory: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+    """Give replicas on one device tensors of their own, in some memory, in place of those that they share.
+
+    Their gradients are added up by a tree, as soon as neighbours have theirs: about log2 of them are alive at once.
+    """
+    if len(memory) == 1:
+        return [head]
+    if not head[0].requires_grad:
+        return [head, *placeholders(head, memory[1:])]
+    half = comm.first_half(len(memory))
+    with torch.inference_mode(False), torch.enable_grad():
+        found = _Split.apply((memory[0], memory[half]), *head)  # type: ignore[no-untyped-call]
+    first, second = found[: len(head)], found[len(head) :]
+    return [*split_head(first, memory[:half]), *split_head(second, memory[half:])]
+
+
+class _Split(torch.autograd.Function):
+    """Two rows of tensors in place of one; add their gradients up."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Any, *head: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(itertools.chain.from_iterable(placeholders(head, memory)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        half = len(grads) // 2
+        return (None, *map(comm.add_pair, grads[:half], grads[half:]))

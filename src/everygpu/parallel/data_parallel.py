@@ -129,7 +129,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """One per replica; ``device_ids`` names them as torch does."""
     num_replicas: int | None = None
     replicas_per_device: int = 0
-    """Of ``num_replicas``; 0 where that was left out."""
+    """Of ``num_replicas``, by which all sums are by a tree over these; 0 where that was left out, or is 1."""
 
     def __init__(
         self,
@@ -206,8 +206,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if self.num_replicas is None:
             return _replica_devices(device_ids)
         devices = _replica_devices(device_ids, may_repeat=True)
-        self.replicas_per_device = share_replicas(self.num_replicas, len(devices))
-        return tuple(d for d in devices for _ in range(self.replicas_per_device))
+        size = share_replicas(self.num_replicas, len(devices))
+        self.replicas_per_device = size if self.num_replicas > 1 else 0
+        return tuple(d for d in devices for _ in range(size))
 
     def _prepare(self) -> None:
         self._ids = self.device_ids

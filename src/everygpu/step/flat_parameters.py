@@ -15,6 +15,7 @@ from everygpu.parallel.buckets import (
     UPDATE_BYTES,
     BucketPlan,
     KeptBucket,
+    fill_views,
     make_twins,
     new_leaves,
     plan_buckets,
@@ -35,8 +36,11 @@ class FlatParameters:
     """Parameters and gradients in flat buckets that stay where they are from step to step.
 
     The primary's parameters move in, keeping their identity; each other device has leaf twins of them, so that
-    backward leaves every replica's gradients in that replica's buckets. ``num_together`` neighbours share the memory of
-    their values, and gradients are added up by a tree; 0 for values of each one's own.
+    backward leaves every replica's gradients in that replica's buckets.
+
+    With ``num_chunks``, more than devices, or as many, sums are the same on any number of devices: gradients are added
+    up by a tree, after each batch. So the primary has twins, too: what a loss computes from a parameter itself is no
+    replica's gradient, and comes to the sum at last.
 
     Raises:
         PlacementError: a parameter is elsewhere.
@@ -50,22 +54,24 @@ class FlatParameters:
         bucket_bytes: int = UPDATE_BYTES,
         *,
         whole: bool = False,
-        num_together: int = 0,
+        num_chunks: int = 0,
     ) -> None:
         _check_places(params, devices[0])
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
-        self.plans = plan_buckets(params, len(devices), bucket_bytes, whole=whole)
-        self._num_together = num_together
-        size = max(1, num_together)
-        each = [[plan.make_flat(d) for d in devices[::size]] for plan in self.plans]
-        self.values = [[flats[j // size] for j in range(len(devices))] for flats in each]
+        self.by_tree = num_chunks > 0
+        self.plans = plan_buckets(params, num_chunks or len(devices), bucket_bytes, whole=whole)
+        self.values = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         self.grads = [[plan.make_flat(d) for d in devices] for plan in self.plans]
         # Views of their own version counters: of the values, to notice writes; of the gradients, which are new.
         self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
         self._grad_slots = [_slots(self.plans, self.grads, j) for j in range(len(devices))]
         self.twins: list[list[Tensor]] = []
+        self._direct: dict[int, Tensor] = {}
+        """Gradients of parameters themselves, of this batch."""
+        self._totals: list[PerDevice] = []
+        """Of the batches of this update so far, where these are added up one by one, each device's chunks."""
         self._are_equal = False
         """Whether all devices had the same values when this was set: before they are written it is unset, so that an
         interruption leaves it so."""
@@ -73,7 +79,7 @@ class FlatParameters:
         self._versions: list[int] = []
         self._grad_versions: list[list[int]] = []
         self.adopt()
-        self.twins = [make_twins(params, slots) for slots in self._slots[1:]]
+        self.twins = [make_twins(params, slots) for slots in self._slots[not self.by_tree :]]
         self._own_uses: list[int] = []
         self._layouts = _layouts(params)
         self.begin()
@@ -96,7 +102,7 @@ class FlatParameters:
 
     def put_back(self) -> None:
         """Move parameters and twins back to their slots, after a captured forward may have moved them."""
-        for tensors, slots in zip([self.params, *self.twins], self._slots):
+        for tensors, slots in [(self.params, self._slots[0]), *zip(self.twins[::-1], self._slots[::-1])]:
             put_back(tensors, slots)
 
     def count_own_uses(self) -> None:
@@ -154,7 +160,7 @@ class FlatParameters:
             KeptBucket(
                 plan=plan,
                 params={s.index: params[s.index] for s in plan.slots},
-                flats=[*dict.fromkeys(flats)],
+                flats=flats,
                 is_flat=True,
             )
             for plan, flats in zip(self.plans, self.values)
@@ -162,21 +168,28 @@ class FlatParameters:
 
     def begin(self) -> None:
         """Start with gradients of zero."""
+        self._totals, self._direct = [], {}
+        self._clear_grads()
+        self._grad_versions = self.grad_versions()
+
+    def _clear_grads(self) -> None:
         for bucket in self.grads:
             for flat in bucket:
-                flat.zero_()
-        self._grad_versions = self.grad_versions()
+                flat.fill_(-0.0 if self.by_tree else 0.0)  # what is added to -0.0 stays what it is, also if it is -0.0
 
     def attach_grads(self) -> None:
         """Attach gradients, so that backward accumulates in the buckets."""
-        for tensors, slots in zip([self.params, *self.twins], self._grad_slots):
+        for tensors, slots in zip(self.twins if self.by_tree else [self.params, *self.twins], self._grad_slots):
             for t, grad in zip(tensors, slots):
                 t.grad = grad
 
     def detach_grads(self) -> None:
         """Detach gradients, as the buckets hold no complete gradient of the parameters."""
         for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
-            if p.grad is not slot:  # a hook or the loss has set another
+            if self.by_tree and p.grad is not None:
+                self._direct[i] = p.grad.to_dense()
+                self.note_grads({i})
+            elif not self.by_tree and p.grad is not slot:  # a hook or the loss has set another
                 self._replace_grad(i, p.grad)
         self._forget_grads()
 
@@ -242,11 +255,41 @@ class FlatParameters:
 
     def reduce(self) -> None:
         """Add the gradients up: each device gets the sum of its own chunk."""
-        for bucket in self.grads:
-            if self._num_together:
-                comm.tree_reduce_scatter(bucket)
-            else:
+        if not self.by_tree:
+            for bucket in self.grads:
                 comm.reduce_scatter(bucket)
+        elif not self._totals:
+            self._sum_by_tree()
+        for chunks, totals in zip(self._own_chunks(), self._totals):
+            for chunk, total in zip(chunks, totals):
+                chunk.copy_(total)
+        self._totals = []
+
+    def fold(self) -> None:
+        """Add the gradients of one of several batches up, and then to those of the batches before."""
+        if not self.by_tree:
+            return
+        self._sum_by_tree()
+        self._totals = self._totals or [[torch.full_like(c, -0.0) for c in chunks] for chunks in self._own_chunks()]
+        for chunks, totals in zip(self._own_chunks(), self._totals):
+            for chunk, total in zip(chunks, totals):
+                total.add_(chunk)
+        self._clear_grads()
+
+    def _sum_by_tree(self) -> None:
+        for plan, bucket, chunks in zip(self.plans, self.grads, self._own_chunks()):
+            comm.tree_reduce_scatter(bucket)
+            direct = [self._direct.get(slot.index) for slot in plan.slots]
+            if any(g is not None for g in direct):
+                flat = torch.full_like(bucket[0], -0.0)
+                fill_views(plan.views(flat), direct)
+                for chunk, part in zip(chunks, flat.chunk(len(chunks))):
+                    chunk.add_(comm.copy(part, chunk.device))
+        self._direct = {}
+
+    def _own_chunks(self) -> list[PerDevice]:
+        """Return what each device adds up of each bucket."""
+        return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in self.grads]
 
     def all_gather_params(self) -> None:
         """Copy each device's own chunk of the values to the others."""
@@ -266,11 +309,14 @@ class FlatParameters:
         self._are_equal = True
 
     def chunks(self, buckets: Sequence[PerDevice]) -> list[PerDevice]:
-        """Cut each device's own chunk out of its buckets."""
-        return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in buckets]
+        """Cut each device's own chunks out of its buckets."""
+        num = self.plans[0].num_chunks if self.plans else 0
+        return [[flats[j * len(flats) // num].chunk(num)[j] for j in range(num)] for flats in buckets]
 
     def take_grads(self, other: "FlatParameters") -> None:
         """Go on from what has accumulated elsewhere; a parameter that was not there brings its own gradient."""
+        if other._totals:  # what isn't a device's own chunk is zero
+            other.reduce()
         theirs = {id(p) for p in other.params}
         for p, slot in zip(self.params, self._grad_slots[0]):
             if p.grad is not None and id(p) not in theirs:
@@ -297,7 +343,7 @@ class FlatParameters:
         """Send some buckets, where the others are equal."""
         self._are_equal = False
         for b in which:
-            first, *others = dict.fromkeys(self.values[b])
+            first, *others = self.values[b]
             comm.broadcast(first, others)
         self._versions = versions_of(self.params)
         self._are_equal = True

@@ -252,6 +252,10 @@ class ShardedUpdate:
             return self._touched
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
+    def fold(self) -> None:
+        """Add up the gradients of one of several batches of an update, where sums are by a tree."""
+        self.flat_params.fold()
+
     def norm(self, shares: Shares) -> Tensor:
         """Return the norm of all gradients as one vector, shape ()."""
         return total_norm(shares, self._model.replica_devices[0])
@@ -432,9 +436,9 @@ class ShardedUpdate:
             place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
         bucket_bytes = update_bucket_bytes(params, model.bucket_cap_mb, over_ranks=self._group is not None)
         whole = self._sharded is not None and self._sharded.whole
-        self.flat_params = FlatParameters(
-            params, model.replica_devices, bucket_bytes, whole=whole, num_together=model.replicas_per_device
-        )
+        size = model.replicas_per_device
+        devices, num_chunks = model.replica_devices[:: size or 1], len(model.replica_devices) if size else 0
+        self.flat_params = FlatParameters(params, devices, bucket_bytes, whole=whole, num_chunks=num_chunks)
         if before is not None:
             self.flat_params.take_grads(before)
         self._replicas, self._rank_sums = None, None

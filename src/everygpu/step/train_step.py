@@ -216,6 +216,8 @@ class TrainStep:
                 if self._finite_check.is_on:
                     seen = self._weights.leave_out_empty(loss, of_all_ranks=True)
                     self._losses = seen if self._losses is None else self._losses + seen
+                if self.accumulate > 1:
+                    self._strategy.fold()
                 self._num_batches += 1
                 if self._num_batches == self.accumulate:
                     self.flush()

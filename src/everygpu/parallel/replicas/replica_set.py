@@ -1,6 +1,7 @@
 """Persistent replicas of a module, refreshed from it before each forward."""
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,15 @@ from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import ReplicaError
 from everygpu.keys import compiled_original
-from everygpu.parallel.buckets import REPLICA_BYTES, BroadcastBucket, KeptBucket, broadcast_tensor, group_by_storage
+from everygpu.parallel.buckets import (
+    REPLICA_BYTES,
+    BroadcastBucket,
+    KeptBucket,
+    broadcast_tensor,
+    group_by_storage,
+    group_tensors,
+    split_head,
+)
 from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has_hooks, is_dense, place_module
 from everygpu.parallel.replicas.optimizer_steps import OptimizerSteps
 from everygpu.parallel.replicas.remap import TABLES, Remap, in_place_of
@@ -70,8 +79,8 @@ class ReplicaSet:
             copy on each device after the first. Called whenever the module's tree has changed. Frozen parameters
             are then sent only when torch counts a write to them, or always on the CPU, where a copy costs no more
             than a comparison.
-        num_together: So many neighbours among the devices share one copy of the parameters, and their gradients are
-            added up by a tree; 0 for a copy each.
+        num_together: So many neighbours among the devices share one copy of the parameters, and one of the leaves;
+            gradients are added up by a tree over all. 0 for a copy each.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class ReplicaSet:
         num_together: int = 0,
     ) -> None:
         self.module = module
-        self._num_together = num_together
+        self._num_together, self._size = num_together, max(1, num_together)
         self._own: dict[int, Tensor] = {}
         self._fixed = fixed
         self._bucket_bytes = bucket_bytes
@@ -94,7 +103,7 @@ class ReplicaSet:
         self._devices = list(devices)
         self._strict_device = strict_device
         self._is_interrupted = False
-        self._leaves: list[tuple[int, Sequence[Tensor]]] = []
+        self._leaves: dict[int, Sequence[Tensor]] = {}
         self._build()
 
     def refresh(
@@ -120,7 +129,7 @@ class ReplicaSet:
     def with_leaves(self, others: Sequence[Mapping[int, Tensor]]) -> Iterator[None]:
         """Make replicas use other leaves, those of each device by the ``id`` of what ``make_leaves`` gave."""
         before = self._leaves
-        self._leaves = [(i, [new.get(id(t), t) for t, new in zip(row, others)]) for i, row in before]
+        self._leaves = {i: [new.get(id(t), t) for t, new in zip(row, others)] for i, row in before.items()}
         try:
             yield
         finally:
@@ -209,7 +218,10 @@ class ReplicaSet:
         self._places = self._tree.places(self._tree.modules)
         first = {index: place for place, index in reversed(list(enumerate(self._tree.order)))}  # a shared one once
         self._float_buffers = [first[i] for i, t in enumerate(tensors) if _is_float_buffer(t)]
-        self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
+        self._leaves = {i: leaves[id(t)] for i, t in enumerate(tensors) if id(t) in leaves}
+        kept = list(self._leaves)
+        groups = group_tensors([tensors[i] for i in kept], lambda t: t.dtype, self._bucket_bytes)
+        self._leaf_groups = [[kept[k] for k in members] for members in groups]
         sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
         self._unbucketed = [i for i in sent if not is_dense(tensors[i])]
         flat = [i for i in sent if is_dense(tensors[i])]
@@ -223,41 +235,75 @@ class ReplicaSet:
         alone = {*frozen, *(i for (i,) in single)}
         self._buckets: list[tuple[list[int], BroadcastBucket]] = []
         rest = [i for i in flat if i not in alone]
-        own = [i for i in rest if self._num_together and isinstance(tensors[i], nn.Parameter)]
-        others_of = [i for i in rest if i not in set(own)]
-        for which in (frozen, *single, own, others_of):
+        # A buffer is each replica's own: forward writes it.
+        shared = [i for i in rest if self._num_together and isinstance(tensors[i], nn.Parameter)]
+        own = [i for i in rest if i not in set(shared)]
+        for which in (frozen, *single, shared, own):
             for members, together in group_by_storage(tensors, which, self._bucket_bytes):
                 bucket = BroadcastBucket(
                     [tensors[i] for i in members],
                     self._devices[0],
-                    others,
+                    others if which is own else self._devices[self._size :: self._size],
                     keep_storage=together,
                     fixed=self._fixed,
                     keeps=which is frozen,
                     trusts_versions=trusted and which is frozen,
-                    # A buffer is each replica's own: forward writes it.
-                    num_together=min(self._num_together, 1) if which is others_of else self._num_together,
+                    by_tree=self._num_together > 0,
                 )
                 self._buckets.append((members, bucket))
+        self._num_shared = len(self._buckets) - sum(members[0] in set(own) for members, _ in self._buckets)
         self._is_built = True
 
     def _broadcast(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the tree's tensors."""
         tensors = self._tree.tensors
-        rows: list[dict[int, Tensor]] = [{i: copies[r] for i, copies in self._leaves} for r in replicas]
-        for members, bucket in self._buckets:
-            found = bucket.refresh_all([tensors[i] for i in members], replicas)
+        rows: list[dict[int, Tensor]] = [{} for _ in range(len(self._devices))]
+        positions = [0, *(r + 1 for r in replicas)]
+        places = list(dict.fromkeys(p // self._size for p in positions))
+        for members in self._leaf_groups if self._num_together else ():
+            heads = [[self._leaves[i][d] for i in members] for d in range(len(self._leaves[members[0]]))]
+            if len(heads) < len(self._devices) // self._size:
+                heads.insert(0, [tensors[i] for i in members])
+            self._spread(members, [heads[d] for d in places], positions, rows)
+        for i, copies in () if self._num_together else self._leaves.items():
+            for r in replicas:
+                rows[r + 1][i] = copies[r]
+        for k, (members, bucket) in enumerate(self._buckets):
+            originals, is_shared = [tensors[i] for i in members], self._num_together and k < self._num_shared
+            found = bucket.refresh_all(originals, [d - 1 for d in places if d] if is_shared else replicas)
+            if is_shared:
+                heads = found if len(found) == len(places) else [originals, *found]
+                self._spread(members, heads, positions, rows, bucket)
+                continue
             if len(found) > len(replicas):
-                self._own.update(zip((id(tensors[i]) for i in members), found.pop(0)))
-            for row, copies in zip(rows, found):
-                row.update(zip(members, copies))
+                rows[0].update(zip(members, found.pop(0)))
+            for r, copies in zip(replicas, found):
+                rows[r + 1].update(zip(members, copies))
+        self._own = {id(tensors[i]): t for i, t in rows[0].items() if t is not tensors[i]}
         for i in self._unbucketed:
-            copies = broadcast_tensor(tensors[i], [self._devices[0], *(self._devices[r + 1] for r in replicas)])
-            for row, copy in zip(rows, copies[1:]):
+            copies = broadcast_tensor(tensors[i], [self._devices[p] for p in positions])
+            for p, copy in zip(positions[1:], copies[1:]):
                 # This flag makes isinstance(t, nn.Parameter) true for tensors of other classes.
                 copy._is_param = isinstance(tensors[i], nn.Parameter)
-                row[i] = copy
-        return [[row[i] for i in range(len(tensors))] for row in rows]
+                rows[p][i] = copy
+        return [[rows[r + 1][i] for i in range(len(tensors))] for r in replicas]
+
+    def _spread(
+        self,
+        members: Sequence[int],
+        heads: Sequence[Sequence[Tensor]],
+        positions: Sequence[int],
+        rows: list[dict[int, Tensor]],
+        bucket: BroadcastBucket | None = None,
+    ) -> None:
+        """Give replicas that share a copy of some tensors, one of ``heads``, each tensors of its own in that memory."""
+        together = [list(found) for _, found in itertools.groupby(positions, lambda p: p // self._size)]
+        for head, mine in zip(heads, together):
+            memory = [[t.detach() for t in head] for _ in mine]
+            if mine[0] == 0 and len(mine) > 1 and bucket is not None and not bucket.is_plain(head):
+                memory[1:] = [bucket.copy_here(head)] * (len(mine) - 1)
+            for p, tensors in zip(mine, split_head(head, memory)):
+                rows[p].update(zip(members, tensors))
 
 
 class _Replica:

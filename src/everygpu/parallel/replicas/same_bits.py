@@ -28,13 +28,19 @@ def check_num_replicas(num_replicas: Any, *, split: Any, shard: Any, engine: Any
 
 
 def share_replicas(num_replicas: int, num_devices: int) -> int:
-    """Return how many replicas each device runs."""
-    if num_replicas % num_devices == 0:
+    """Return how many replicas each device runs: a part of the tree by which gradients are added up."""
+    fits = [n for n in range(1, num_replicas + 1) if _is_part(num_replicas, n)]
+    if num_devices in fits:
         return num_replicas // num_devices
     below = num_replicas // num_devices * num_devices
-    near = " or ".join(str(n) for n in (below, below + num_devices) if n)
-    fits = ", ".join(str(n) for n in range(1, num_replicas + 1) if num_replicas % n == 0)
+    near = " or ".join(str(n) for n in (below, below + num_devices) if n and _is_part(n, num_devices))
     raise OptionError(
-        f"DataParallel: {num_devices} devices can't share {num_replicas} replicas alike. Pass num_replicas={near}, or "
-        f"a number of devices that divides {num_replicas}: {fits}."
+        f"DataParallel: {num_devices} devices can't share {num_replicas} replicas alike, a power of two each. Pass "
+        f"num_replicas={near or num_devices}, or a number of devices that fits {num_replicas}: "
+        f"{', '.join(map(str, fits))}."
     )
+
+
+def _is_part(num_replicas: int, num_devices: int) -> bool:
+    share, rest = divmod(num_replicas, num_devices)
+    return rest == 0 and (num_devices == 1 or share.bit_count() == 1)
