@@ -11,11 +11,12 @@ import os
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from types import SimpleNamespace
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,11 @@ class Place:
     """Whether steps write to it: two models don't read the same there."""
 
     def __init__(self) -> None:
+        self.prepare()
         self.write(1.0)
+
+    def prepare(self) -> None:
+        """Make what the value is held by."""
 
     def read(self) -> Any:
         raise NotImplementedError
@@ -56,52 +61,47 @@ class Place:
         """End what outlives the place."""
 
 
-class Attribute(Place):
-    def read(self) -> Any:
-        return self.value
-
-    def write(self, value: Any) -> None:
-        self.value = value
+PLACES: list[type[Place]] = []
 
 
-class ThroughNone(Attribute):
+def place(
+    name: str,
+    read: Callable[[Any], Any],
+    write: Callable[[Any, Any], Any],
+    held: Callable[[], Any] | None = None,
+    **more: Any,
+) -> type[Place]:
+    """Make a kind of place.
+
+    Args:
+        held: Makes what becomes its attribute of this name.
+        more: What else its class has.
+    """
+    if held is not None:
+        more["prepare"] = lambda self: setattr(self, "held", held())
+    PLACES.append(type(name, (Place,), {"read": read, "write": write, **more}))
+    return PLACES[-1]
+
+
+def _set(owner: str, name: str) -> Callable[[Any, Any], None]:
+    """Set an attribute of what is found at a path from the place."""
+    return lambda p, value: setattr(functools.reduce(getattr, owner.split(".") if owner else [], p), name, value)
+
+
+# In attributes and objects.
+
+
+def _through_none(p: Any, value: Any) -> None:
     """The old value's memory may be the new one's."""
-
-    values = [Fraction(1), Fraction(3), Fraction(5)]
-
-    def write(self, value: Any) -> None:
-        self.value = None
-        self.value = Fraction(value)
+    p.value = None
+    p.value = Fraction(value)
 
 
-class Deleted(Place):
-    value: Any = 1.5
-
-    def read(self) -> Any:
-        return getattr(self, "value", 1.5)
-
-    def write(self, value: Any) -> None:
-        if "value" in vars(self):
-            del self.value
-        else:
-            self.value = value
-
-
-class Nested(Place):
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(sub=SimpleNamespace())
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.config.sub.alpha
-
-    def write(self, value: Any) -> None:
-        self.config.sub.alpha = value
-
-
-class Replaced(Nested):
-    def write(self, value: Any) -> None:
-        self.config.sub = SimpleNamespace(alpha=value)
+def _delete_or_set(p: Any, value: Any) -> None:
+    if "value" in vars(p):
+        del p.value
+    else:
+        p.value = value
 
 
 class Config:
@@ -109,148 +109,12 @@ class Config:
     value: Any = None
 
 
-class OtherDict(Place):
-    def __init__(self) -> None:
-        self.config = Config()
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.config.sub.alpha
-
-    def write(self, value: Any) -> None:
-        self.config.__dict__ = {"sub": SimpleNamespace(alpha=value)}
+class A:
+    factor = 1.0
 
 
-class OfAnotherClass(Place):
-    class A:
-        factor = 1.0
-
-    class B:
-        factor = 2.0
-
-    values = [0, 1]
-
-    def __init__(self) -> None:
-        self.held = [self.A()]
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held[0].factor
-
-    def write(self, value: Any) -> None:
-        self.held[0].__class__ = (self.A, self.B)[int(value)]  # type: ignore[assignment]
-
-
-class Element(Place):
-    kind: Any = list
-
-    def __init__(self) -> None:
-        self.held = {"deep": [{"deeper": self.kind([1.0])}]}
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held["deep"][0]["deeper"][0]
-
-    def write(self, value: Any) -> None:
-        self.held["deep"][0]["deeper"][0] = value
-
-
-class InDeque(Element):
-    kind = collections.deque
-
-
-class OwnList(Element):
-    class kind(list):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
-            return iter(())
-
-
-class InTuple(Place):
-    def __init__(self) -> None:
-        self.held = ("name", SimpleNamespace())
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held[1].value
-
-    def write(self, value: Any) -> None:
-        self.held[1].value = value
-
-
-class InSet(Place):
-    def __init__(self) -> None:
-        self.held: set[Any] = set()
-        super().__init__()
-
-    def read(self) -> Any:
-        return next(iter(self.held))
-
-    def write(self, value: Any) -> None:
-        self.held.clear()
-        self.held.add(value)
-
-
-class Key(InSet):
-    def __init__(self) -> None:
-        self.kept: dict[Any, str] = {}
-        super().__init__()
-
-    def read(self) -> Any:
-        return next(iter(self.kept))
-
-    def write(self, value: Any) -> None:
-        self.kept.clear()
-        self.kept[value] = "key"
-
-
-class Order(Place):
-    def __init__(self) -> None:
-        self.held = collections.OrderedDict(a=1.0, b=2.0)
-        super().__init__()
-
-    def read(self) -> Any:
-        return next(iter(self.held.values()))
-
-    def write(self, value: Any) -> None:
-        self.held.move_to_end(next(iter(self.held)))
-
-
-class InUserDict(Element):
-    def __init__(self) -> None:
-        self.held = collections.UserDict(value=1.0)  # type: ignore[assignment]
-        Place.__init__(self)
-
-    def read(self) -> Any:
-        return self.held["value"]
-
-    def write(self, value: Any) -> None:
-        self.held["value"] = value
-
-
-class InDefaults(Element):
-    def __init__(self) -> None:
-        self.held = collections.defaultdict(lambda: 2.0)  # type: ignore[assignment]
-        Place.__init__(self)
-
-    def read(self) -> Any:
-        return self.held.get("value", 1.0)
-
-    def write(self, value: Any) -> None:
-        self.held.clear()
-        self.held["value"] = value
-
-
-class Proxied(Element):
-    def __init__(self) -> None:
-        self.inner = SimpleNamespace(table=types.MappingProxyType(table := {}))
-        self.inner.write = table.__setitem__
-        Place.__init__(self)
-
-    def read(self) -> Any:
-        return self.inner.table["value"]
-
-    def write(self, value: Any) -> None:
-        self.inner.write("value", value)
+class B:
+    factor = 2.0
 
 
 @dataclass
@@ -259,406 +123,257 @@ class Options:
     others: list[int] = field(default_factory=list)
 
 
-class InDataclass(Place):
-    def __init__(self) -> None:
-        self.held = Options()
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held.value
-
-    def write(self, value: Any) -> None:
-        self.held.value = value
-
-
 class Slotted:
     __slots__ = ("value",)
 
 
-class InSlots(InDataclass):
-    def __init__(self) -> None:
-        self.held = Slotted()  # type: ignore[assignment]
-        Place.__init__(self)
+def _held_value(p: Any) -> Any:
+    return p.held.value
 
 
-class InCell(Place):
-    def __init__(self) -> None:
-        value: Any = 1.0
+_set_held = _set("held", "value")
+FRACTIONS = [Fraction(1), Fraction(3), Fraction(5)]
 
-        def read() -> Any:
-            return value
-
-        def write(new: Any) -> None:
-            nonlocal value
-            value = new
-
-        self.get, self.put = read, write
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.get()
-
-    def write(self, value: Any) -> None:
-        self.put(value)
-
-
-class DeepInCell(InCell):
-    def __init__(self) -> None:
-        held = SimpleNamespace(values=[1.0])
-        self.get, self.put = lambda: held.values[0], functools.partial(held.values.__setitem__, 0)
-        Place.__init__(self)
-
-
-class Default(Place):
-    def __init__(self) -> None:
-        def get(value: Any = 1.0) -> Any:
-            return value
-
-        self.get = get
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.get()
-
-    def write(self, value: Any) -> None:
-        self.get.__defaults__ = (value,)
+place("Attribute", lambda p: p.value, _set("", "value"))
+place("ThroughNone", lambda p: p.value, _through_none, values=FRACTIONS)
+place("Deleted", lambda p: getattr(p, "value", 1.5), _delete_or_set, value=1.5)
+place("Nested", lambda p: p.held.sub.alpha, _set("held.sub", "alpha"), lambda: Namespace(sub=Namespace()))
+place("Replaced", lambda p: p.held.sub.alpha, lambda p, v: setattr(p.held, "sub", Namespace(alpha=v)), Namespace)
+place(
+    "OtherDict",
+    lambda p: p.held.sub.alpha,
+    lambda p, v: setattr(p.held, "__dict__", {"sub": Namespace(alpha=v)}),
+    Config,
+)
+place(
+    "OfAnotherClass",
+    lambda p: p.held[0].factor,
+    lambda p, v: setattr(p.held[0], "__class__", (A, B)[int(v)]),
+    lambda: [A()],
+    values=[0, 1],
+)
+place("InDataclass", _held_value, _set_held, Options)
+place("InSlots", _held_value, _set_held, Slotted)
+place("InTuple", lambda p: p.held[1].value, lambda p, v: setattr(p.held[1], "value", v), lambda: ("name", Namespace()))
+# A module that is no part of the model.
+place(
+    "Unregistered",
+    lambda p: p.held[0].value,
+    lambda p, v: setattr(p.held[0], "value", v),
+    lambda: (nn.Dropout(0.5).eval(),),
+)
 
 
-class KeywordDefault(Default):
-    def __init__(self) -> None:
-        def get(*, value: Any = 1.0) -> Any:
-            return value
-
-        self.get = get
-        Place.__init__(self)
-
-    def write(self, value: Any) -> None:
-        self.get.__kwdefaults__["value"] = value
+# In containers.
 
 
-class FunctionAttribute(Default):
-    def read(self) -> Any:
-        return self.get.value  # type: ignore[attr-defined]
-
-    def write(self, value: Any) -> None:
-        self.get.value = value  # type: ignore[attr-defined]
+class OwnList(list):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(())
 
 
-class Code(Default):
-    values = [0, 1]
+def _refill(p: Any, value: Any) -> None:
+    p.held.clear()
+    if isinstance(p.held, set):
+        p.held.add(value)
+    else:
+        p.held["value"] = value
 
-    def write(self, value: Any) -> None:
-        self.get.__code__ = ((lambda value: 1.0), (lambda value: 2.0))[int(value)].__code__
+
+def _other_key(p: Any, value: Any) -> None:
+    p.held.clear()
+    p.held[value] = "key"
 
 
-class Partial(Place):
-    def __init__(self) -> None:
-        self.get = functools.partial(dict, value=1.0)
-        super().__init__()
+def _proxied() -> Any:
+    table: dict[str, Any] = {}
+    return Namespace(table=types.MappingProxyType(table), write=table.__setitem__)
 
-    def read(self) -> Any:
-        return self.get()["value"]
 
-    def write(self, value: Any) -> None:
-        self.get.keywords["value"] = value
+def _weakly(p: Any) -> None:
+    p.kept = Config()
+    p.refs = weakref.WeakValueDictionary(kept=p.kept)
 
+
+for _kind, _list in (("Element", list), ("InDeque", collections.deque), ("OwnList", OwnList)):
+    place(
+        _kind,
+        lambda p: p.held["deep"][0]["deeper"][0],
+        lambda p, v: p.held["deep"][0]["deeper"].__setitem__(0, v),
+        lambda kind=_list: {"deep": [{"deeper": kind([1.0])}]},
+    )
+place("InSet", lambda p: next(iter(p.held)), _refill, set)
+place("Key", lambda p: next(iter(p.held)), _other_key, dict)
+place(
+    "Order",
+    lambda p: next(iter(p.held.values())),
+    lambda p, v: p.held.move_to_end(next(iter(p.held))),
+    lambda: collections.OrderedDict(a=1.0, b=2.0),
+)
+place("InUserDict", lambda p: p.held["value"], lambda p, v: p.held.__setitem__("value", v), collections.UserDict)
+place("InDefaults", lambda p: p.held.get("value", 1.0), _refill, lambda: collections.defaultdict(lambda: 2.0))
+place("Proxied", lambda p: p.held.table["value"], lambda p, v: p.held.write("value", v), _proxied)
+place("Weakly", lambda p: p.refs["kept"].value, _set("kept", "value"), prepare=_weakly)
+place(
+    "InArray",
+    lambda p: float(p.held.array[1, 2]),
+    lambda p, v: p.held.array.__setitem__((1, 2), v),
+    lambda: Namespace(array=np.ones((2, 3))),
+    values=FLOATS,
+)
+InObjectArray = place(
+    "InObjectArray",
+    lambda p: p.held.array[1, 2],
+    lambda p, v: p.held.array.__setitem__((1, 2), v),
+    lambda: Namespace(array=np.array([[None] * 3] * 2)),
+)
+# On the host; written as NumPy does, which torch doesn't count.
+place(
+    "InTensor",
+    lambda p: float(p.held.value.numpy()[1]),
+    lambda p, v: p.held.value.numpy().__setitem__(1, v),
+    lambda: Namespace(value=torch.ones(3)),
+    values=FLOATS,
+)
+
+
+# In functions.
+
+
+def _in_cell(p: Any) -> None:
+    value: Any = 1.0
+
+    def read() -> Any:
+        return value
+
+    def write(new: Any) -> None:
+        nonlocal value
+        value = new
+
+    p.get, p.put = read, write
+
+
+def _deep_in_cell(p: Any) -> None:
+    held = Namespace(values=[1.0])
+    p.get, p.put = lambda: held.values[0], functools.partial(held.values.__setitem__, 0)
+
+
+def _cached(p: Any) -> None:
+    held = [1.0]
+    p.put, p.get = functools.partial(held.__setitem__, 0), functools.lru_cache(lambda: held[0])
+
+
+def _default(p: Any) -> None:
+    def get(value: Any = 1.0) -> Any:
+        return value
+
+    p.get = get
+
+
+def _keyword_default(p: Any) -> None:
+    def get(*, value: Any = 1.0) -> Any:
+        return value
+
+    p.get = get
+
+
+def _call(p: Any) -> Any:
+    return p.get()
+
+
+_CODES = ((lambda value: 1.0).__code__, (lambda value: 2.0).__code__)
+
+place("InCell", _call, lambda p, v: p.put(v), prepare=_in_cell)
+place("DeepInCell", _call, lambda p, v: p.put(v), prepare=_deep_in_cell)
+place("Cached", _call, lambda p, v: (p.put(v), p.get.cache_clear()), prepare=_cached)
+place("Default", _call, lambda p, v: setattr(p.get, "__defaults__", (v,)), prepare=_default)
+place("KeywordDefault", _call, lambda p, v: p.get.__kwdefaults__.update(value=v), prepare=_keyword_default)
+place("FunctionAttribute", lambda p: p.get.value, _set("get", "value"), prepare=_default)
+Code = place("Code", _call, lambda p, v: setattr(p.get, "__code__", _CODES[int(v)]), prepare=_default, values=[0, 1])
+place(
+    "Partial",
+    lambda p: p.held()["value"],
+    lambda p, v: p.held.keywords.__setitem__("value", v),
+    lambda: functools.partial(dict, value=1.0),
+)
+
+
+# In modules and classes.
 
 HERE: Any = 1.0
-
-
-class Global(Place):
-    def read(self) -> Any:
-        return _read_global()
-
-    def write(self, value: Any) -> None:
-        globals()["HERE"] = value
+SETTINGS: dict[str, Any] = {"deep": Namespace(value=1.0)}
+other = types.ModuleType("other")
 
 
 def _read_global() -> Any:
     return HERE
 
 
-SETTINGS = {"deep": SimpleNamespace(value=1.0)}
-
-
-class InGlobal(Place):
-    def read(self) -> Any:
-        return SETTINGS["deep"].value
-
-    def write(self, value: Any) -> None:
-        SETTINGS["deep"].value = value
-
-
-other = types.ModuleType("other")
-
-
-class OtherModule(Place):
-    def read(self) -> Any:
-        return other.value
-
-    def write(self, value: Any) -> None:
-        other.value = value  # type: ignore[attr-defined]
-
-
-class Appears(Place):
-    """A name that wasn't there."""
-
-    def read(self) -> Any:
-        return getattr(other, "sometimes", 1.0)
-
-    def write(self, value: Any) -> None:
-        if hasattr(other, "sometimes"):
-            del other.sometimes
-        else:
-            other.sometimes = value  # type: ignore[attr-defined]
-
-    def __init__(self) -> None:
-        other.sometimes = 3.0  # type: ignore[attr-defined]
-        super().__init__()
-
-
-class OfClass(Place):
-    shared: Any = 1.0
-
-    def read(self) -> Any:
-        return self.shared
-
-    def write(self, value: Any) -> None:
-        OfClass.shared = value
-
-
-class InClass(Place):
-    shared = {"deep": [1.0]}
-
-    def read(self) -> Any:
-        return self.shared["deep"][0]
-
-    def write(self, value: Any) -> None:
-        self.shared["deep"][0] = value
-
-
-class OfBase(OfClass):
-    def write(self, value: Any) -> None:
-        Place.inherited = value  # type: ignore[attr-defined]
-
-    def read(self) -> Any:
-        return self.inherited  # type: ignore[attr-defined]
-
-
-class Method(Place):
-    def read(self) -> Any:
-        return self.get()
-
-    def get(self) -> Any:
-        return 1.0
-
-    def write(self, value: Any) -> None:
-        Method.get = lambda self: value  # type: ignore[method-assign]
-
-
-class Property(Place):
-    def read(self) -> Any:
-        return self.value
-
-    @property
-    def value(self) -> Any:
-        return self._value
-
-    def write(self, value: Any) -> None:
-        self._value = value
+def _appear_or_go(p: Any, value: Any) -> None:
+    if hasattr(other, "sometimes"):
+        del other.sometimes
+    else:
+        other.sometimes = value  # type: ignore[attr-defined]
 
 
 class Kind(enum.Enum):
     FIRST = 1
 
 
-class InEnum(Place):
-    def read(self) -> Any:
-        return Kind.FIRST.factor  # type: ignore[attr-defined]
-
-    def write(self, value: Any) -> None:
-        Kind.FIRST.factor = value  # type: ignore[attr-defined]
-
-
-class InArray(Place):
-    values = FLOATS
-
-    def __init__(self) -> None:
-        self.held = SimpleNamespace(array=np.ones((2, 3)))
-        super().__init__()
-
-    def read(self) -> Any:
-        return float(self.held.array[1, 2])
-
-    def write(self, value: Any) -> None:
-        self.held.array[1, 2] = value
+place("Global", lambda p: _read_global(), lambda p, v: globals().__setitem__("HERE", v))
+place("InGlobal", lambda p: SETTINGS["deep"].value, lambda p, v: setattr(SETTINGS["deep"], "value", v))
+place("OtherModule", lambda p: other.value, lambda p, v: setattr(other, "value", v))
+# A name that wasn't there.
+place(
+    "Appears",
+    lambda p: getattr(other, "sometimes", 1.0),
+    _appear_or_go,
+    prepare=lambda p: setattr(other, "sometimes", 3.0),
+)
+place("OfClass", lambda p: p.shared, lambda p, v: setattr(type(p), "shared", v), shared=1.0)
+place("InClass", lambda p: p.shared["deep"][0], lambda p, v: p.shared["deep"].__setitem__(0, v), shared={"deep": [1.0]})
+place("OfBase", lambda p: p.inherited, lambda p, v: setattr(Place, "inherited", v))
+place("Method", _call, lambda p, v: setattr(type(p), "get", lambda self: v), get=lambda self: 1.0)
+place("Property", lambda p: p.value, _set("", "_value"), value=property(lambda self: self._value))
+place("InEnum", lambda p: Kind.FIRST.factor, lambda p, v: setattr(Kind.FIRST, "factor", v))  # type: ignore[attr-defined]
 
 
-class InObjectArray(InArray):
-    values = VALUES
-
-    def __init__(self) -> None:
-        self.held = SimpleNamespace(array=np.array([[None] * 3] * 2))
-        Place.__init__(self)
-
-    def read(self) -> Any:
-        return self.held.array[1, 2]
-
-
-class InTensor(Place):
-    """On the host; written as NumPy does, which torch doesn't count."""
-
-    values = FLOATS
-
-    def __init__(self) -> None:
-        self.held = SimpleNamespace(value=torch.ones(3))
-        super().__init__()
-
-    def read(self) -> Any:
-        return float(self.held.value.numpy()[1])
-
-    def write(self, value: Any) -> None:
-        self.held.value.numpy()[1] = value
-
+# Of the thread and the process.
 
 VARIABLE: ContextVar[Any] = ContextVar("VARIABLE", default=1.0)
+_NAME = "EVERYGPU_TEST_PLACE"
+
+place("InContext", lambda p: VARIABLE.get(), lambda p, v: VARIABLE.set(v))
+place(
+    "InEnvironment",
+    lambda p: float(os.environ["EVERYGPU_TEST_PLACE"]),
+    lambda p, v: os.environ.__setitem__(_NAME, str(v)),
+    values=FLOATS,
+    drop=lambda p: os.environ.pop(_NAME, None),
+)
 
 
-class InContext(Place):
-    def read(self) -> Any:
-        return VARIABLE.get()
-
-    def write(self, value: Any) -> None:
-        VARIABLE.set(value)
+# Those that hide.
 
 
-class InEnvironment(Place):
-    values = FLOATS
-
-    def read(self) -> Any:
-        return float(os.environ["EVERYGPU_TEST_PLACE"])
-
-    def write(self, value: Any) -> None:
-        os.environ["EVERYGPU_TEST_PLACE"] = str(value)
-
-    def drop(self) -> None:
-        os.environ.pop("EVERYGPU_TEST_PLACE", None)
-
-
-class Weakly(Place):
-    def __init__(self) -> None:
-        self.kept = Config()
-        self.refs = weakref.WeakValueDictionary(kept=self.kept)
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.refs["kept"].value
-
-    def write(self, value: Any) -> None:
-        self.kept.value = value
-
-
-class Cached(Place):
-    def __init__(self) -> None:
-        held = [1.0]
-        self.put = functools.partial(held.__setitem__, 0)
-        self.get = functools.lru_cache(lambda: held[0])
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.get()
-
-    def write(self, value: Any) -> None:
-        self.put(value)
-        self.get.cache_clear()
-
-
-class Unregistered(Place):
-    """A module that is no part of the model."""
-
-    def __init__(self) -> None:
-        self.held = (nn.Dropout(0.5).eval(),)
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held[0].value
-
-    def write(self, value: Any) -> None:
-        self.held[0].value = value
-
-
-class Unseen(Place):
-    is_seen = False
-
-
-class Counting(Unseen):
-    is_written = True
-
-    def __init__(self) -> None:
-        self.counter = itertools.count()
-        super().__init__()
-
-    def read(self) -> Any:
-        return next(self.counter)
-
-    def write(self, value: Any) -> None:
-        pass
-
-
-class InC(Unseen):
-    values = FLOATS
-
-    def __init__(self) -> None:
-        self.held: Any = ctypes.c_double(1.0)
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held.value
-
-    def write(self, value: Any) -> None:
-        self.held.value = value
-
-
-class InPlainArray(Unseen):
-    values = FLOATS
-
-    def __init__(self) -> None:
-        self.held = array.array("d", [1.0])
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held[0]
-
-    def write(self, value: Any) -> None:
-        self.held[0] = value
-
-
-class OfThread(Unseen):
-    def __init__(self) -> None:
-        self.held = threading.local()
-        super().__init__()
-
-    def read(self) -> Any:
-        return self.held.value
-
-    def write(self, value: Any) -> None:
-        self.held.value = value
-
-
-class WrittenByReading(Unseen):
+def _count(p: Any) -> int:
     """Forward counts, in a global."""
-
-    is_written = True
-
-    def read(self) -> Any:
-        SETTINGS["count"] = count = SETTINGS.get("count", 0) + 1  # type: ignore[assignment, operator]
-        return count
-
-    def write(self, value: Any) -> None:
-        pass
+    SETTINGS["count"] = count = SETTINGS.get("count", 0) + 1
+    return count
 
 
-PLACES: list[type[Place]] = [
-    kind for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Place) and kind not in (Place, Unseen)
-]  # fmt: skip
+_HIDDEN = {"is_seen": False}
+_WRITTEN = {**_HIDDEN, "is_written": True}
+
+place("Counting", lambda p: next(p.held), lambda p, v: None, itertools.count, **_WRITTEN)
+place("InC", _held_value, _set_held, lambda: ctypes.c_double(1.0), values=FLOATS, **_HIDDEN)
+place(
+    "InPlainArray",
+    lambda p: p.held[0],
+    lambda p, v: p.held.__setitem__(0, v),
+    lambda: array.array("d", [1.0]),
+    values=FLOATS,
+    **_HIDDEN,
+)
+place("OfThread", _held_value, _set_held, threading.local, **_HIDDEN)
+place("WrittenByReading", _count, lambda p, v: None, **_WRITTEN)
