@@ -454,8 +454,7 @@ KINDS = [*PLACES, FirstOfSet, OtherOrder, Attempted]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_proof_sees_each_change(kind):
     chance = random.Random(kind.__name__)
-    for value in chance.sample(kind.values, 2):
-        check_place(kind, value)
+    check_place(kind, chance.choice(kind.values))
 
 
 @pytest.mark.slow

@@ -43,20 +43,20 @@ class Net(nn.Module):
         self.calls = 0
 
     def forward(self, x):
-        self.calls += 1
         return self.body(x) * self.scale
 
 
-class Plain(Net):
-    """Without the counter, for whose every value the compiler makes a graph."""
+class Counting(Net):
+    """For every value of its counter, the compiler makes a graph."""
 
     def forward(self, x):
-        return self.body(x) * self.scale
+        self.calls += 1
+        return super().forward(x)
 
 
-def build(device):
+def build(device, make=Net):
     torch.manual_seed(0)
-    return Net().to(device)
+    return make().to(device)
 
 
 def train(model, x, y, steps=4):
@@ -93,8 +93,7 @@ class TestSameAsThreads:
     def test_training_with_one_compilation_for_each_device(self, devices, made, by_user):
         used = devices(3)
         x, y = batch(used[0])
-        torch.manual_seed(0)
-        net = Plain().to(used[0])
+        net = build(used[0])
         eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
         inner = torch.compile(net, backend=compiled.InductorBackend({})) if by_user else net
         ours = everygpu.DataParallel(inner, used, engine="auto" if by_user else "compile")
@@ -108,7 +107,7 @@ class TestSameAsThreads:
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)
         x, _ = batch(used[0])
-        model = everygpu.DataParallel(build(used[0]), used, engine="compile").eval()
+        model = everygpu.DataParallel(build(used[0], Counting), used, engine="compile").eval()
         first = everygpu.parallel.gather(model(x))
         model.module.scale = 3.0
         torch.testing.assert_close(everygpu.parallel.gather(model(x)), first * 3)
@@ -144,7 +143,7 @@ class TestSameAsThreads:
 
     def test_what_its_user_has_compiled_runs_as_it_is_on_one_device(self, made):
         x, y = batch("cpu")
-        net = torch.compile(Plain(), backend=compiled.InductorBackend({}))
+        net = torch.compile(Net(), backend=compiled.InductorBackend({}))
         net(x)
         train(everygpu.DataParallel(net, ["cpu"]), x, y)
         assert len(made) == 1

@@ -16,7 +16,7 @@ from tests.parallel.programs.training import EVENTS, LOOPS
 
 CPU = torch.device("cpu")
 GROUP = 20
-NUM_GROUPS = 2
+NUM_GROUPS = 1
 """Of each setup; the others are among the slow tests."""
 CASES = [
     pytest.param(

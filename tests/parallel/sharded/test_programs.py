@@ -94,13 +94,17 @@ def walk(starts: list[Tensor], steps: list[tuple[int, int, int]]) -> list[Any]:
     return found
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    sizes=row_counts(9),
-    steps=st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9)), max_size=12),
-)
 @pytest.mark.filterwarnings("ignore")
-def test_random_chains(sizes: list[int], steps: list[tuple[int, int, int]]) -> None:
-    n = sum(sizes)
-    args = (Rows(numbers(n, 6), 0), Rows(numbers(n, 6, seed=1), 0), numbers(n, 6, seed=2))
-    assert_same_call(lambda *starts: walk(list(starts), steps), args, sizes, twice=True)
+@pytest.mark.parametrize("num_chains", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_random_chains(num_chains: int) -> None:
+    @settings(max_examples=num_chains, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        sizes=row_counts(9),
+        steps=st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9)), max_size=12),
+    )
+    def check(sizes: list[int], steps: list[tuple[int, int, int]]) -> None:
+        n = sum(sizes)
+        args = (Rows(numbers(n, 6), 0), Rows(numbers(n, 6, seed=1), 0), numbers(n, 6, seed=2))
+        assert_same_call(lambda *starts: walk(list(starts), steps), args, sizes, twice=True)
+
+    check()

@@ -28,7 +28,6 @@ C, T = 4, 3  # features besides the rows
 
 # Operands for each operation.
 
-INTEGER = ("bitwise", "logical")
 SCALARS = {"alpha": 1, "beta": 1, "is_result": False, "self_is_result": False, "approximate": "tanh", "decimals": 1}
 CONTIGUOUS = torch.contiguous_format
 WITH_0_DIM = ("fill_.Tensor", "masked_fill.Tensor", "masked_fill_.Tensor")
@@ -267,7 +266,10 @@ class TestOperations:
 
     def test_every_call_on_uneven_shards(self, op: Any) -> None:
         for dim in (0, 1):
-            for args, kwargs in calls(op, 6, dim):
+            found = calls(op, 6, dim)
+            if RULES[op] in (pointwise, in_place):  # one rule for all of them: each has a third of the kinds
+                found = found[OPERATIONS.index(op) % 3 :: 3] or found
+            for args, kwargs in found:
                 assert_same_call(run(op, kwargs), args, [4, 0, 2], twice=True)
 
     def test_runs_on_the_parts(self, op: Any) -> None:
