@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ from everygpu.parallel.buckets import (
     BroadcastBucket,
     Streams,
     broadcast_tensor,
-    group_tensors,
     plan_buckets,
     replica_bucket_bytes,
     update_bucket_bytes,
@@ -113,33 +112,6 @@ def test_sharded_optimizer_with_a_bucket_for_each_parameter() -> None:
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
 
 
-@given(shapes=shapes, num_chunks=st.integers(1, 9), limit_bytes=st.sampled_from([1, 4096, 2**20]))
-def test_every_element_is_in_one_piece(shapes, num_chunks, limit_bytes):
-    params = [torch.zeros(shape) for shape in shapes]
-    seen = [torch.zeros(p.numel(), dtype=torch.int64) for p in params]
-    for plan in plan_buckets(params, num_chunks, limit_bytes):
-        assert plan.numel == plan.chunk_numel * num_chunks
-        for chunk in range(num_chunks):
-            for piece in plan.pieces(chunk):
-                assert piece.start + piece.numel <= plan.chunk_numel
-                seen[piece.index][piece.offset : piece.offset + piece.numel] += 1
-    assert all((count == 1).all() for count in seen)
-
-
-@given(shapes=shapes, num_chunks=st.integers(1, 9))
-def test_pieces_say_where_their_elements_are(shapes, num_chunks):
-    params = [torch.zeros(shape) for shape in shapes]
-    for plan in plan_buckets(params, num_chunks):
-        flat = torch.arange(plan.numel)
-        for chunk in range(num_chunks):
-            part = flat.narrow(0, chunk * plan.chunk_numel, plan.chunk_numel)
-            for piece in plan.pieces(chunk):
-                slot = next(s for s in plan.slots if s.index == piece.index)
-                memory = flat.narrow(0, slot.start, slot.numel)
-                expected = memory[piece.offset : piece.offset + piece.numel]
-                assert part[piece.start : piece.start + piece.numel].equal(expected)
-
-
 @given(shapes=shapes, num_chunks=st.integers(1, 9))
 def test_whole_parameters_are_in_one_chunk(shapes, num_chunks):
     params = [torch.zeros(shape) for shape in shapes]
@@ -190,7 +162,6 @@ def test_recurrent_weights_stay_in_one_piece_of_memory():
 
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -215,21 +186,6 @@ def parameters_on(device, *shapes, dtype=torch.float32):
 
 
 class TestCopies:
-    @PROPERTY
-    @given(
-        shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
-        dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
-    )
-    def test_are_equal_to_the_originals(self, devices, shapes, dtype):
-        used = devices(3)
-        originals = parameters_on(used[0], *shapes, dtype=dtype)
-        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
-        assert len(rows) == len(used) - 1
-        for row, device in zip(rows, used[1:]):
-            for sent, original in zip(row, originals):
-                assert sent.device == device
-                assert sent.cpu().equal(original.cpu())
-
     def test_that_trust_versions_are_sent_when_torch_counts_a_write_or_memory_is_replaced(self, devices):
         used = devices(3)
         originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
@@ -251,32 +207,6 @@ class TestCopies:
         originals[1].data = originals[1].data * 2
         assert values([0])[0].equal(torch.full((5,), 8.0))
         assert all(value.equal(torch.full((5,), 8.0)) for value in values(everyone)), "also one that was idle"
-
-    @pytest.mark.parametrize("fixed", [True, False])
-    def test_follow_every_way_of_writing(self, devices, fixed):
-        used = devices(3)
-        originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
-        bucket = BroadcastBucket(originals, used[0], used[1:], fixed=fixed)
-        addresses = [[t.data_ptr() for t in row] for row in bucket.refresh(originals, every_replica(used))]
-
-        def write_through_no_grad():
-            with torch.no_grad():
-                originals[0].add_(1)
-
-        def write_through_data():
-            originals[0].data.clamp_(min=0)
-
-        def give_new_data():
-            originals[1].data = torch.full((5,), 7.0, device=used[0])
-
-        for write in (write_through_no_grad, write_through_data, give_new_data):
-            write()
-            rows = bucket.refresh(originals, every_replica(used))
-            for row in rows:
-                assert [c.cpu().tolist() for c in row] == [o.tolist() for o in originals]
-            if fixed:
-                assert [[t.data_ptr() for t in row] for row in rows] == addresses
-            del row, rows
 
     @pytest.mark.parametrize(
         "make",
@@ -316,10 +246,6 @@ class TestCopies:
             assert all(end <= start for end, start in zip(ends, starts[1:]))
 
 
-def squared(weight):
-    return weight.pow(2).sum()
-
-
 class TestGraphs:
     """A graph goes backward through the values of its forward, or raises torch's error."""
 
@@ -357,18 +283,6 @@ class TestGradients:
         assert bucket.sum_grads([[None] * 3 for _ in used[1:]]) == [None] * 3
 
 
-class TestModes:
-    def test_originals_made_in_inference_mode(self, devices):
-        used = devices(2)
-        with torch.inference_mode():
-            originals = [torch.ones(2, device=used[0])]
-            bucket = make_bucket(originals, used)
-            bucket.refresh(originals, [0])
-            originals[0].fill_(5)
-            ((copy,),) = bucket.refresh(originals, [0])
-        assert copy.tolist() == [5, 5]
-
-
 class TestBroadcastTensor:
     def test_writing_into_one_copy_changes_no_other(self, devices):
         used = devices(3)
@@ -381,18 +295,6 @@ class TestBroadcastTensor:
 
 
 sizes = st.lists(st.integers(0, 40), max_size=12)
-
-
-class TestGroup:
-    @given(numels=sizes, limit=st.integers(0, 200), seed=st.randoms(use_true_random=False))
-    def test_each_index_is_in_one_group_in_order(self, numels, limit, seed):
-        tensors = [torch.empty(n, dtype=seed.choice([torch.float32, torch.float64])) for n in numels]
-        groups = group_tensors(tensors, lambda t: t.dtype, limit)
-        assert sorted(i for members in groups for i in members) == list(range(len(tensors)))
-        for members in groups:
-            assert members == sorted(members)
-            assert len({tensors[i].dtype for i in members}) == 1
-            assert len(members) == 1 or sum(tensors[i].nbytes for i in members[:-1]) < limit
 
 
 @gpu_only

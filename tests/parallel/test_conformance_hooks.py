@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import everygpu
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, pair, rows
 
 pytestmark = pytest.mark.usefixtures("in_threads")
@@ -78,26 +77,6 @@ def test_hooks_are_called_once_per_replica(model, bare, x):
     assert sorted(map(len, features)) == [1, 3, 3]
     torch.testing.assert_close(model(x), bare(x))
     assert len(before) == len(after) == 3, "a removed hook is gone in all replicas"
-
-
-def test_user_dicts_are_copied(devs):
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cache = {"deep": {"list": []}}
-
-        def forward(self, x):
-            self.cache["x"] = x
-            self.cache["deep"]["list"].append(x)
-            return self.cache["x"] + self.cache["deep"]["list"][-1], len(self.cache["deep"]["list"])
-
-    model = everygpu.DataParallel(Caching(), devs)
-    for step in range(1, 4):
-        x = rows(7, 3, device=devs[0], seed=step)
-        out, entries = model(x)
-        torch.testing.assert_close(out, 2 * x)
-        assert entries == step
-    assert len(model.cache["deep"]["list"]) == 3
 
 
 def test_full_backward_hooks(model, bare, x):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import everygpu
 from everygpu import DataParallel, Replicated
 from everygpu.devices.parse import device_id
-from everygpu.errors import DeviceError, LossError, ModuleError, OptionError, RankError, SplitError
+from everygpu.errors import DeviceError, LossError, ModuleError, OptionError, RankError
 from everygpu.keys import unwrap
 from everygpu.parallel import data_parallel
 from tests.parallel.oracle import Mlp, Returning, assert_same, rows
@@ -72,15 +72,6 @@ class TestCalls:
             torch.testing.assert_close(everygpu.parallel.gather(model(x), -1), expected)
         assert [device_id(torch.device(name)) for name in ("cuda:3", "cpu")] == [3, CPU]
 
-    def test_other_dim(self, devs):
-        class Columns(nn.Linear):
-            def forward(self, x):
-                return super().forward(x.t()).t()
-
-        net = Columns(3, 2).to(devs[0])
-        x = torch.randn(3, 10, device=devs[0])
-        torch.testing.assert_close(DataParallel(net, devs, dim=1)(x), net(x))
-
     def test_even_and_weighted_split(self, monkeypatch):
         count = Returning(lambda x: torch.tensor(len(x)))
         for split, sizes in (("chunk", [2] * 5), ("even", [2, 2] + [1] * 6), ([1, 0, 1, 0, 0, 0, 0, 3], [2, 2, 6])):
@@ -93,25 +84,6 @@ class TestCalls:
         monkeypatch.setenv("EVERYGPU_SPLIT", "fair")
         with pytest.raises(OptionError, match="'fair'"):
             DataParallel(count, CPUS)
-
-    def test_without_arguments(self):
-        class Weight(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = nn.Parameter(torch.ones(2))
-
-            def forward(self):
-                return self.weight * 3
-
-        assert DataParallel(Weight(), CPUS)().tolist() == [3, 3]
-
-    def test_an_error_leaves_the_object_working(self, devs):
-        model = DataParallel(build(devs[0]), devs)
-        with pytest.raises(SplitError):
-            model(torch.ones(9, 3), shift=torch.ones(2))
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.ones(9, 5))
-        assert model(torch.ones(9, 3)).shape == (9, 2)
 
 
 class TestOneDevice:

@@ -64,13 +64,6 @@ class TestObjectsCome:
         finally:
             gc.enable()
 
-    def test_two_models(self, devs):
-        models = [DataParallel(build(devs[0], scale=s), devs) for s in (1.0, 3.0)]
-        x = torch.randn(6, 3)
-        for _ in range(3):
-            once, thrice = (model(x) for model in models)
-            torch.testing.assert_close(once * 3, thrice)
-
     def test_threads_calling_one_model(self, devs):
         net = build(devs[0])
         model = DataParallel(net, devs)

@@ -1,6 +1,7 @@
 """Runs a function in several processes that find each other as under torchrun."""
 
 import contextlib
+import importlib
 import os
 import pickle
 import socket
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -114,3 +117,18 @@ def run_ranks(
     """Call a function in each of several ranks; return what each has returned."""
     with running(function, *args, size=size, folder=folder, local_size=local_size) as ranks:
         return ranks.results()
+
+
+def run_checks(*checks: Callable[[], Any], size: int, folder: Path) -> list[dict[str, Any]]:
+    """Call functions of a test module one after another in each of several ranks; return what each returns, by name."""
+    return run_ranks(call_each, checks[0].__module__, [check.__name__ for check in checks], size=size, folder=folder)
+
+
+def call_each(module: str, names: list[str]) -> dict[str, Any]:
+    """Call functions, each as if it were the first: shown before an error is which one it was."""
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        print(name, flush=True)
+        found[name] = getattr(importlib.import_module(module), name)()
+    return found

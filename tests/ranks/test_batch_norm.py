@@ -9,7 +9,7 @@ from torch import nn
 import everygpu
 from everygpu.errors import CallError
 from everygpu.ranks.group import init_group
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import run_checks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 
@@ -89,13 +89,11 @@ def loop_without_labels():
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def everything():
+def train_with_every_split():
     for sizes, num_devices in (([3, 1], 1), ([4, 0], 1), ([3, 4], 2)):
         train(sizes, num_devices)
-    differentiate_again()
-    train_without_labels()
-    loop_without_labels()
 
 
 def test_training_equals_one_device_and_second_derivatives_are_refused(tmp_path):
-    run_ranks(everything, size=2, folder=tmp_path)
+    checks = train_with_every_split, differentiate_again, train_without_labels, loop_without_labels
+    run_checks(*checks, size=2, folder=tmp_path)

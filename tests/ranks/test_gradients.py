@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from everygpu.errors import CallError, RankError
 from everygpu.ranks.group import init_group
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import run_checks, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 
@@ -109,14 +109,6 @@ def train_each():
     return {name: train(*case) for name, case in CASES.items()}
 
 
-def test_a_loop_gives_what_one_device_gives(tmp_path):
-    first, second = run_ranks(train_each, size=2, folder=tmp_path)
-    for name, grads in first.items():
-        for key, g in grads.items():
-            other = second[name][key]
-            assert (g is None and other is None) or torch.equal(g, other), f"{name}: the ranks differ in {key}"
-
-
 def test_three_ranks(tmp_path):
     run_ranks(train, [3, 1, 2], ["cpu"], 1e-4, size=3, folder=tmp_path)
 
@@ -183,16 +175,6 @@ def replace_layers():
     assert init_group().gather(found) == [found] * 2
 
 
-def differentiate_and_weigh():
-    differentiate()
-    weigh_by_tokens()
-    replace_layers()
-
-
-def test_gradients_that_can_not_be_added_up_and_those_that_weigh_what_is_counted(tmp_path):
-    run_ranks(differentiate_and_weigh, size=2, folder=tmp_path)
-
-
 class Product(torch.autograd.Function):
     """Has among its inputs a parameter that it gives no gradient."""
 
@@ -212,7 +194,13 @@ class WithProduct(nn.Linear):
         return Product.apply(x, self.weight, self.bias)
 
 
-def forward_more_often_than_backward(num_devices):
+def forward_more_often_than_backward():
+    """Each is weighed by the rows of its own forward."""
+    for num_devices in (1, 2):
+        go_forward_more_often(num_devices)
+
+
+def go_forward_more_often(num_devices):
     group = init_group()
     torch.manual_seed(0)
     bare = WithProduct(3, 2).double()
@@ -230,11 +218,6 @@ def forward_more_often_than_backward(num_devices):
     assert model.module.bias.grad is None
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_backward_is_weighed_by_the_rows_of_its_own_forwards(tmp_path, num_devices):
-    run_ranks(forward_more_often_than_backward, num_devices, size=2, folder=tmp_path)
-
-
 def checkpoint_whole():
     group = init_group()
     bare = make()
@@ -246,11 +229,12 @@ def checkpoint_whole():
     assert_same(grads_of(model.module), grads_of(bare))
 
 
-def test_a_model_that_is_computed_again_in_backward(tmp_path):
-    run_ranks(checkpoint_whole, size=2, folder=tmp_path)
+def backward_again():
+    for path in ("0", "0.first"):
+        fail_and_go_backward(path)
 
 
-def backward_again(path):
+def fail_and_go_backward(path):
     """Go backward twice, where the first time an error comes before, or after, some of the gradients."""
     group = init_group()
     bare, net = nn.Sequential(make(), nn.Tanh()), nn.Sequential(make(), nn.Tanh())
@@ -272,11 +256,6 @@ def backward_again(path):
     net.zero_grad()
     loss.backward()
     assert_same(grads_of(net), grads_of(bare))
-
-
-@pytest.mark.parametrize("path", ["0", "0.first"])
-def test_a_backward_that_failed_is_run_again(tmp_path, path):
-    run_ranks(backward_again, path, size=2, folder=tmp_path)
 
 
 def wrap_again():
@@ -312,10 +291,6 @@ def wrap_again():
     torch.testing.assert_close(net.state_dict(), bare.state_dict(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_model_that_is_released_or_wrapped_again(tmp_path):
-    run_ranks(wrap_again, size=2, folder=tmp_path)
-
-
 def accumulate():
     group = init_group()
     bare, model = make(), everygpu.DataParallel(make(), ["cpu"])
@@ -329,15 +304,11 @@ def accumulate():
             mean_loss(model(ids[mine]), targets[mine]).backward()
         if step % 4 == 3:
             assert_same(grads_of(model.module), grads_of(bare))
+    del group.all_reduce
     assert len(sums) == 8 + 2, "the weights of each forward, and one bucket an update"
 
 
-def test_micro_batches_are_added_up_once(tmp_path):
-    run_ranks(accumulate, size=2, folder=tmp_path)
-
-
 def hook():
-    init_group()
     net = make()
     model = everygpu.DataParallel(net, ["cpu"])
     step = everygpu.TrainStep(model, mean_loss, torch.optim.SGD(net.first.parameters(), lr=0.1))
@@ -356,10 +327,6 @@ def hook():
     copy.deepcopy(net), model(batch[0])
 
 
-def test_hooks_on_parameters_are_refused(tmp_path):
-    run_ranks(hook, size=2, folder=tmp_path)
-
-
 def start_with_other_weights():
     group = init_group()
     torch.manual_seed(group.rank)
@@ -367,30 +334,40 @@ def start_with_other_weights():
     model = everygpu.DataParallel(net, ["cpu"])
     model(torch.randn(4, 2) + group.rank)
     model(torch.randn(4, 2) + group.rank)
-    return {k: v.tolist() for k, v in model.state_dict().items() if "running" not in k}, net[1].running_mean.tolist()
-
-
-def test_ranks_start_from_the_first_ones_model(tmp_path):
-    (first, _), (second, _) = run_ranks(start_with_other_weights, size=2, folder=tmp_path)
-    assert first == second
+    return {k: v.tolist() for k, v in model.state_dict().items() if "running" not in k}
 
 
 def start_with_other_shapes():
     group = init_group()
     with pytest.raises(RankError, match=r"(?s)weight.*3.*rank 0.*4.*rank 1"):
         everygpu.DataParallel(nn.Linear(2, 3 + group.rank), ["cpu"])
-    return True
-
-
-def test_other_shapes_are_an_error_on_every_rank(tmp_path):
-    assert run_ranks(start_with_other_shapes, size=2, folder=tmp_path) == [True, True]
 
 
 def default_devices():
     model = everygpu.DataParallel(nn.Linear(2, 2))
-    return [str(d) for d in model.replica_devices]
+    assert torch.cuda.is_available() or [str(d) for d in model.replica_devices] == ["cpu"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs there")
-def test_default_devices(tmp_path):
-    assert run_ranks(default_devices, size=2, folder=tmp_path) == [["cpu"], ["cpu"]]
+def test_two_ranks_are_as_one_device(tmp_path):
+    first, second = run_checks(
+        train_each,
+        differentiate,
+        weigh_by_tokens,
+        replace_layers,
+        forward_more_often_than_backward,
+        checkpoint_whole,
+        backward_again,
+        wrap_again,
+        accumulate,
+        hook,
+        start_with_other_weights,
+        start_with_other_shapes,
+        default_devices,
+        size=2,
+        folder=tmp_path,
+    )
+    for name, grads in first["train_each"].items():
+        for key, g in grads.items():
+            other = second["train_each"][name][key]
+            assert (g is None and other is None) or torch.equal(g, other), f"{name}: the ranks differ in {key}"
+    assert first["start_with_other_weights"] == second["start_with_other_weights"]

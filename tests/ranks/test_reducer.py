@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from everygpu.errors import CallError
 from everygpu.ranks.group import init_group
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import run_checks
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 
@@ -264,29 +264,24 @@ def outputs_of_sixteen_bits():
             torch.testing.assert_close(p.grad, q.grad, rtol=2e-3, atol=1e-3)
 
 
-CHECKS = (
-    outputs_of_sixteen_bits,
-    a_backward_that_reaches_no_parameter_on_one_rank,
-    a_micro_batch_that_is_given_up,
-    two_forwards_before_a_backward_that_needs_a_buffer,
-    backwards_within_a_backward,
-    a_loss_with_parameters_of_its_own,
-    parameters_that_change,
-    an_accumulated_batch_without_labels,
-    samples_of_one_rank_without_no_grad,
-    backwards_to_some_leaves,
-    a_copy_that_was_never_in_training,
-)
-
-
-def check_all():
-    init_group()
+def in_double():
     torch.set_default_dtype(torch.float64)
-    for check in CHECKS:
-        torch.manual_seed(0)
-        print(check.__name__, flush=True)
-        check()
 
 
 def test_rules(tmp_path):
-    run_ranks(check_all, size=2, folder=tmp_path)
+    run_checks(
+        in_double,
+        outputs_of_sixteen_bits,
+        a_backward_that_reaches_no_parameter_on_one_rank,
+        a_micro_batch_that_is_given_up,
+        two_forwards_before_a_backward_that_needs_a_buffer,
+        backwards_within_a_backward,
+        a_loss_with_parameters_of_its_own,
+        parameters_that_change,
+        an_accumulated_batch_without_labels,
+        samples_of_one_rank_without_no_grad,
+        backwards_to_some_leaves,
+        a_copy_that_was_never_in_training,
+        size=2,
+        folder=tmp_path,
+    )

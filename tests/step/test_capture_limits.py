@@ -152,26 +152,6 @@ def test_hooks_are_called(capturing: Devices, num_before: int) -> None:
     assert step.stats().engine == "threads"
 
 
-def drop_norm(net: nn.Module) -> None:
-    net.norm = nn.Identity()
-
-
-@once
-def test_modes_and_attributes_count(capturing: Devices) -> None:
-    used = capturing(2)
-    data = batches(12, used[0], ignore=False)
-    found = []
-    for capture in (False, "auto"):
-        net = Net().to(used[0])
-        _, step = train(net, used, data, OPTIMIZERS["SGD"], capture=capture)
-        losses = []
-        for change in (nn.Module.eval, drop_norm, nn.Module.train):
-            change(net)
-            losses += [step(x, y).item() for x, y in data[:8]]
-        found.append(losses)
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-4, atol=1e-5)
-
-
 def test_synchronised_statistics(capturing: Devices) -> None:
     check_same(capturing, make=lambda: everygpu.SyncBatchNorm.convert(Net()))
 

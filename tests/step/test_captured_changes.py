@@ -1,11 +1,9 @@
 """What changes between steps is seen by captured steps as by others."""
 
 import copy
-import functools
 import logging
 import math
 import random
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -115,28 +113,6 @@ def test_a_method_that_is_overridden_later_is_no_part_of_the_capture(capturing: 
         step(X, Y)
 
 
-def test_a_write_to_one_parameter(capturing: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        for _ in range(3):
-            with torch.no_grad():
-                step.model.module.last.weight.mul_(0.5)
-            train_on(step, losses, 1)
-        assert step._capture is None or num_graphs(step) == 1
-
-    check(capturing, scenario)
-
-
-def test_parameters_that_are_moved(capturing: Devices) -> None:
-    def scenario(step: Step, losses: list[Tensor]) -> None:
-        net = step.model.module
-        backup = net.last.weight.data
-        for value in (backup * 0.5, backup):
-            net.last.weight.data = value
-            train_on(step, losses, 2)
-
-    check(capturing, scenario)
-
-
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_what_is_frozen_and_written_after_each_step_is_named(
     capturing: Devices, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
@@ -164,37 +140,6 @@ class Focal:
         return F.cross_entropy(output, target) * self.gamma
 
 
-def smoothed(output: Tensor, target: Tensor, *, smoothing: float) -> Tensor:
-    return F.cross_entropy(output, target, label_smoothing=smoothing)
-
-
-WEIGHT = 1.0
-
-
-def make_method() -> Any:
-    """A loss that reads an attribute of its object, a variable around it and a global one."""
-    globals()["WEIGHT"] = scale = 1.0
-
-    class Trainer:
-        weight = 1.0
-
-        def loss(self, output: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(output, target) * self.weight * scale * WEIGHT
-
-    return Trainer().loss
-
-
-class Configured(Net):
-    """Looks at an object of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = types.SimpleNamespace(scale=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.config.scale
-
-
 class Doubling(Net):
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale if hasattr(self, "scale") else 2.0
@@ -211,28 +156,12 @@ CHANGES: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
     "the module": ({}, [lambda step: setattr(step.model, "module", nn.Sequential(step.model.module, nn.Tanh()))]),
     "the rule for buffers": ({}, [lambda step: setattr(step.model, "buffers_rule", "mean")]),
     "a loss object": ({"loss": Focal}, [lambda step: setattr(step.loss, "gamma", 3.0)]),
-    "a partial": (
-        {"loss": lambda: functools.partial(smoothed, smoothing=0.0)},
-        [lambda step: step.loss.keywords.update(smoothing=0.5)],
-    ),
-    "a method": (
-        {"loss": make_method},
-        [
-            lambda step: setattr(step.loss.__self__, "weight", 3.0),
-            lambda step: setattr(step.loss.__func__.__closure__[0], "cell_contents", 0.5),
-            lambda step: globals().update(WEIGHT=0.5),
-        ],
-    ),
     "the loss": (
         {"loss": nn.CrossEntropyLoss},
         [
             lambda step: setattr(step, "loss", nn.CrossEntropyLoss(label_smoothing=0.1)),
             lambda step: setattr(step.loss, "label_smoothing", 0.5),
         ],
-    ),
-    "an attribute's attribute": (
-        {"make": Configured},
-        [lambda step: setattr(step.model.module.config, "scale", 0.3)],
     ),
     "class and buffers": (
         {},

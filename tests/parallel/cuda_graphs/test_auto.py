@@ -186,16 +186,6 @@ def test_python_around_a_model_is_followed(capturing: Devices, make: Callable[[]
     check(make, capturing(2), num_steps=12)
 
 
-def test_an_attribute_that_changes_between_steps_is_followed(capturing: Devices) -> None:
-    used = capturing(2)
-    net = Net().to(used[0])
-    model = everygpu.DataParallel(net, used)
-    assert train(model, 8)[-1] == "capture"
-    net.scale = 2.0
-    x = torch.randn(6, 4, device=used[0])
-    torch.testing.assert_close(everygpu.parallel.gather(model(x)), net(x))
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -1,7 +1,5 @@
 """Places in a module tree, and checks of the module to replicate."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -23,78 +21,9 @@ class Net(nn.Module):
         self.register_parameter("empty", None)
 
 
-def test_shared_modules_and_tensors_are_listed_once():
-    net = Net()
-    layout = ModuleTree(net)
-    assert [type(m) for m in layout.modules] == [Net, nn.Linear, nn.BatchNorm1d, nn.Linear]
-    assert layout.modules[0] is net
-    expected = [*net.parameters(), *net.buffers()]
-    assert len(layout.tensors) == len(expected)
-    assert {id(t) for t in layout.tensors} == {id(t) for t in expected}
-
-
-def test_places_hold_what_order_says():
-    net = Net()
-    layout = ModuleTree(net)
-    places = layout.places(layout.modules)
-    assert len(places) == len(layout.order)
-    for (table, key), index in zip(places, layout.order):
-        assert table[key] is (None if index is None else layout.tensors[index])
-    assert layout.order.count(None) == 2  # the root's empty parameter, decode's bias
-    tied = [t is net.encode.weight for t in layout.tensors].index(True)
-    assert layout.order.count(tied) == 2
-
-
-def test_places_of_a_twin_are_the_twins():
-    net = Net()
-    layout = ModuleTree(net)
-    twin = copy.deepcopy(net)
-    for (table, key), index in zip(layout.places(list(twin.modules())), layout.order):
-        if index is not None:
-            assert table[key] is not layout.tensors[index]
-            assert table[key].shape == layout.tensors[index].shape
-
-
-def test_module_without_tensors():
-    layout = ModuleTree(nn.Identity())
-    assert layout.tensors == layout.order == []
-    assert layout.is_current()
-
-
-def retie(net, weight):
-    net.encode.weight = net.decode.weight = weight
-
-
 def no_grad(change):
     with torch.no_grad():
         change()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda net: setattr(net.encode, "bias", nn.Parameter(torch.full((3,), 7.0))),
-        lambda net: setattr(net, "scale", torch.full((1,), 7.0)),
-        lambda net: no_grad(lambda: net.encode.weight.mul_(2)),
-        lambda net: net.scale.data.add_(1),
-        lambda net: net.load_state_dict(Net().state_dict()),
-        lambda net: setattr(net.encode, "note", "new"),
-        lambda net: net.eval(),
-        lambda net: setattr(net.encode.bias, "data", torch.zeros(3)),
-        lambda net: retie(net, nn.Parameter(torch.zeros(3, 3))),
-    ],
-    ids=["parameter", "buffer", "write", "through data", "load", "attribute", "mode", "data", "tied"],
-)
-def test_new_values_in_old_places_are_taken_on(change):
-    net = Net()
-    layout = ModuleTree(net)
-    order = layout.order
-    change(net)
-    assert layout.is_current()
-    assert layout.order == order
-    assert {id(t) for t in layout.tensors} == {id(t) for t in (*net.parameters(), *net.buffers())}
-    for (table, key), index in zip(layout.places(layout.modules), layout.order):
-        assert table[key] is (None if index is None else layout.tensors[index])
 
 
 @pytest.mark.parametrize(
@@ -145,12 +74,6 @@ def test_torch_replaces_the_table_of_children():
     del net[0]
     assert not layout.is_same()
     assert not layout.is_current()
-
-
-def test_sparse_parameter_has_no_strides():
-    net = nn.Module()
-    net.weight = nn.Parameter(torch.eye(3).to_sparse())
-    assert ModuleTree(net).is_current()
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")

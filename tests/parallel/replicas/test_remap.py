@@ -86,29 +86,3 @@ def test_values_come_back_after_an_error():
     with pytest.raises(KeyError), in_place_of(net, placeholders(net)):
         raise KeyError
     assert {**vars(net), **net._parameters} == before
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
-        lambda: nn.GRU(3, 4, bias=False),
-        lambda: nn.RNN(3, 4, nonlinearity="relu"),
-    ],
-    ids=["LSTM", "GRU", "RNN"],
-)
-def test_recurrent_layers_compute_with_the_others(make):
-    net = make()
-    weights, others, x = net._flat_weights, placeholders(net), torch.randn(5, 2, 3)
-    expected = net(x)[0]
-    with in_place_of(net, others):
-        assert not net._weights_have_changed()  # else it would move their memory
-        output = net(x)[0]
-        assert net._flat_weights is not weights
-    torch.testing.assert_close(output, expected)
-    output.sum().backward()
-    assert all(t.grad is not None for t in others.values())
-    assert all(p.grad is None for p in net.parameters())
-    assert net._flat_weights is weights
-    assert all(a is b for a, b in zip(weights, net.parameters()))
-    assert not net._weights_have_changed()

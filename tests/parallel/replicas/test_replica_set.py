@@ -44,19 +44,6 @@ class TestReplicate:
         assert all(type(r) is Net for r in replicas)
         assert all(same_tensors(r, net) for r in replicas)
 
-    def test_gradients_are_the_modules(self, devices):
-        used = devices(3)
-        net = build(used[0]).eval()
-        x = torch.randn(5, 3)
-        replicas = replicate(net, used)
-        sum((i + 1) * r(x.to(d)).sum().to(used[0]) for i, (r, d) in enumerate(zip(replicas, used))).backward()
-        alone = build("cpu").eval()
-        (alone(x).sum() * sum(range(1, len(used) + 1))).backward()
-        for p, q in zip(net.parameters(), alone.parameters()):
-            assert (p.grad is None) == (q.grad is None)
-            if q.grad is not None:
-                torch.testing.assert_close(p.grad.cpu(), q.grad)
-
     def test_detached_replicas_give_none(self, devices):
         used = devices(2)
         net = build(used[0])
@@ -78,15 +65,6 @@ class TestReplicate:
 
 
 class TestReplicaSet:
-    def test_replicas_persist(self, devices):
-        used = devices(3)
-        replicas = ReplicaSet(build(used[0]), used)
-        first = replicas.refresh(everyone(used))
-        second = replicas.refresh(everyone(used))
-        for a, b in zip(first, second):
-            assert a is b
-            assert [p.data_ptr() for p in a.parameters()] == [p.data_ptr() for p in b.parameters()]
-
     @pytest.mark.parametrize(
         "change",
         [
@@ -163,18 +141,6 @@ class TestAverageBuffers:
         net.register_buffer("again", net.mean)
         replicas = ReplicaSet(net, used)
         return net, replicas, replicas.refresh(everyone(used))
-
-    def test_weighted_by_rows(self, devices):
-        used = devices(3)
-        net, replicas, modules = self.make(used)
-        values = [2.0, 4.0, 9.0][: len(used)]
-        rows = [1, 3, 4][: len(used)]
-        for module, value in zip(modules, values):
-            module.mean[0] = value
-            module.count += 1
-        replicas.average_buffers(everyone(used), rows)
-        assert net.mean[0].item() == pytest.approx(sum(v * r for v, r in zip(values, rows)) / sum(rows))
-        assert net.count.item() == 8  # whole numbers are the module's
 
     def test_only_replicas_that_ran_count(self):
         net, replicas, modules = self.make([torch.device("cpu")] * 3)

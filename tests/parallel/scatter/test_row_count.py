@@ -22,18 +22,6 @@ class TestAgreement:
     def test_no_tensor_to_split(self, value):
         assert find_rows([("args[0]", value)], 0) is None
 
-    def test_disagreement_names_both_tensors_and_the_way_out(self):
-        named = [("args[0]", torch.ones(9, 2)), ('kwargs["mask"]', {"m": torch.ones(2, 9)})]
-        with pytest.raises(SplitError, match=r"got 9 in args\[0\] and 2 in kwargs\[\"mask\"\]\[\"m\"\]") as caught:
-            find_rows(named, 0)
-        assert "(2, 9)" in str(caught.value)
-        assert "Replicated" in str(caught.value)
-
-    @pytest.mark.parametrize("dim", [2, -3])
-    def test_dim_out_of_range(self, dim):
-        with pytest.raises(SplitError, match="Replicated"):
-            find_rows([("x", torch.ones(2, 2))], dim)
-
     @pytest.mark.parametrize(
         ("named", "says"),
         [

@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
 
 counts = st.integers(1, 9)
-sizes = st.integers(0, 40)
 
 
 @st.composite
@@ -56,62 +55,13 @@ def nested(rows, device):
     }
 
 
-@PROPERTY
-@given(rows=sizes, count=counts)
-def test_containers_are_rebuilt_around_the_shards(devices, rows, count):
-    used = devices(count)
-    batch = nested(rows, used[0])
-    shards = scatter(batch, used)
-    for shard in shards:
-        assert type(shard["pair"]) is Pair
-        assert (shard["name"], shard["number"], shard["pair"].y) == ("text", 3, None)
-        assert len({len(t) for t in (shard["list"][0], shard["list"][1][0], shard["pair"].x)}) == 1
-    joined = gather(shards, used[0])
-    torch.testing.assert_close(joined["list"], batch["list"], rtol=0, atol=0)
-    assert joined["pair"].x.equal(batch["pair"].x)
-
-
-@PROPERTY
-@given(rows=sizes, count=counts)
-def test_gradient_comes_back_to_the_rows(devices, rows, count):
-    used = devices(count)
-    x = torch.randn(rows, 2, device=used[0], requires_grad=True)
-    shards = scatter(x, used)
-    sum((shard * (i + 1)).sum().to(used[0]) for i, shard in enumerate(shards)).backward()
-    expected = [torch.full((len(shard), 2), i + 1.0) for i, shard in enumerate(shards)]
-    assert x.grad.cpu().equal(torch.cat(expected))
-
-
 def test_second_derivative_passes_through(devices):
     used = devices(3)
     x = torch.randn(6, 2, device=used[0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: gather([s**3 for s in scatter(x, used)], used[0]), x)
 
 
-def test_split_sizes():
-    x = torch.arange(10)
-    assert [s.tolist() for s in scatter(x, ["cpu"] * 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert [len(s) for s in scatter(x, ["cpu"] * 8)] == [2] * 5
-    assert [len(s) for s in scatter(x, ["cpu"] * 8, split="even")] == [2, 2, 1, 1, 1, 1, 1, 1]
-    assert [len(s) for s in scatter(x, ["cpu"] * 3, split=[4, 0, 1])] == [8, 2]
-
-
-@pytest.mark.parametrize("value", ["text", b"bytes", 3, 2.5, None, True, object(), {1, 2}, range(3)])
-def test_what_is_no_tensor_goes_to_every_device_as_it_is(value):
-    assert [s[0] is value for s in scatter((value, torch.ones(4)), ["cpu"] * 2)] == [True, True]
-    assert [s is value for s in scatter(value, ["cpu"] * 3)] == [True] * 3
-
-
 class TestReplicated:
-    def test_every_replica_gets_all_of_it(self, devices):
-        used = devices(3)
-        mask = torch.arange(5.0, device=used[0])
-        shards = scatter({"x": torch.ones(6, 2), "mask": Replicated({"m": [mask, 4]})}, used)
-        assert len(shards) == len(used)
-        for shard, device in zip(shards, used):
-            (found, number) = shard["mask"]["m"]
-            assert (found.tolist(), found.device, number) == ([0, 1, 2, 3, 4], device, 4)
-
     @pytest.mark.parametrize("make", [lambda x: Replicated(x.expand(2)), lambda x: x], ids=["whole", "0-dim"])
     def test_gradients_are_added_up(self, devices, make):
         used = devices(3)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everygpu import Replicated
-from everygpu.errors import OptionError
-from everygpu.parallel.scatter.split import SplitPlan, check_split, plan_split
+from everygpu.parallel.scatter.split import SplitPlan, plan_split
 
 rows_of_a_batch = st.integers(0, 200)
 device_counts = st.integers(1, 64)
@@ -79,28 +78,6 @@ def test_replicas_with_rows_run_or_the_first_alone(rows):
     plan = SplitPlan(tuple(rows))
     assert plan.num_rows == sum(rows)
     assert plan.active == (tuple(i for i in range(len(rows)) if rows[i] > 0) if any(rows) else (0,))
-
-
-@pytest.mark.parametrize(
-    "split",
-    ["chunks", "", [1], [1, 2, 3], [1, -1], [0, 0], [0, 1], [1, float("nan")], [1, float("inf")], [], (), "12"],
-)
-def test_split_that_is_none_of_the_three(split):
-    for refuse in (lambda: plan_split(4, 2, split), lambda: check_split(split, 2)):
-        with pytest.raises(OptionError, match="one weight of 0 or more for each of the 2 devices") as caught:
-            refuse()
-        assert repr(split) in str(caught.value)
-
-
-@pytest.mark.parametrize("split", [None, 3, [None, 1], ["a", "b"]])
-def test_split_of_another_type(split):
-    with pytest.raises(OptionError, match="split: must be 'chunk', 'even', 'auto' or one weight"):
-        check_split(split, 2)
-
-
-@pytest.mark.parametrize("split", ["chunk", "even", [1, 0], (0.5, 2.5)])
-def test_split_that_is_one_of_the_three(split):
-    check_split(split, 2)
 
 
 def test_replicated_shows_what_it_holds():

@@ -193,16 +193,6 @@ def test_a_hook_that_gradients_pass_by_is_an_error(devices):
         F.cross_entropy(out, y % 3).backward()
 
 
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
-
-
 def test_joined_under_no_grad_and_used_with_grad(devices):
     used = devices(3)
     bare, model = pair(used)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 from tests.parallel.batches import CPU, numbers
 from tests.parallel.oracle import TOLERANCE, Mlp, rows
 
@@ -141,16 +140,6 @@ class TestScripts:
         model, bare = pair(make)
         batches = [batch(n) for n in (10, 7, 4, 10)]
         torch.testing.assert_close(trained(model, batches, loss_of), trained(bare, batches, loss_of), **TOLERANCE)
-
-    @pytest.mark.parametrize(("make", "batch", "loss_of"), LOOPS[2:], ids=lambda v: v.__name__)
-    def test_outputs_are_never_joined(self, make: Any, batch: Any, loss_of: Any) -> None:
-        seen: list[ShardedBatch] = []
-        model, _ = pair(make)
-        model.register_forward_hook(lambda module, args, out: seen.append(out))
-        loss_of(model, *batch(10))[0].backward()
-        assert isinstance(seen[0], ShardedBatch)
-        assert seen[0]._joined.tensor is None
-        assert has_shards(seen[0])
 
     @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
     def test_outputs_keep_what_was_returned(self, mode: Any) -> None:
