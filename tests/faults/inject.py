@@ -63,8 +63,10 @@ def kill_randomly(saver: Saver, root: Path, num_kills: int, seed: int = 0) -> Ou
     return outcome
 
 
-def kill_at_every_boundary(save: Callable[[int], object], prepare: Callable[[int], object]) -> Iterator[int]:
-    """Kill a process right before each step it makes from file to file, one step further each time.
+def kill_at_boundaries(
+    save: Callable[[int], object], prepare: Callable[[int], object], every: int = 1
+) -> Iterator[int]:
+    """Kill a process right before each step it makes from file to file, so many steps further each time.
 
     Args:
         save: Overwrites the old checkpoint; takes the number of the boundary.
@@ -72,7 +74,7 @@ def kill_at_every_boundary(save: Callable[[int], object], prepare: Callable[[int
     Returns:
         After each kill the number of the boundary, until a save goes through.
     """
-    for boundary in range(1, 500):
+    for boundary in range(1, 500, every):
         prepare(boundary)
 
         def save_up_to(boundary: int = boundary) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.inject import kill_at_every_boundary, kill_randomly, what_is_there
+from tests.faults.inject import kill_at_boundaries, kill_randomly, what_is_there
 from tests.faults.savers import EVERYGPU, Weights
 
 pytestmark = [
@@ -27,7 +27,7 @@ def test_killed_at_every_boundary_between_files(tmp_path: Path) -> None:
         return tmp_path / str(boundary) / "ckpt"
 
     seen = []
-    boundaries = kill_at_every_boundary(
+    boundaries = kill_at_boundaries(
         lambda boundary: EVERYGPU.save(path(boundary), Weights(2)),
         lambda boundary: EVERYGPU.save(path(boundary), Weights(1)),
     )

@@ -15,6 +15,8 @@ from everygpu.step.finite_check import MAX_IN_ROW
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.randint(3, (8,), generator=torch.Generator().manual_seed(1))
+SPOILT = torch.where(torch.arange(8)[:, None] == 1, float("nan"), X)
 
 
 class Spoilt(nn.Module):
@@ -305,6 +307,80 @@ def test_others_in_between_begin_anew(devices, caplog):
     for i in range(30):
         step(*batch(bad_row=0 if i % 10 else None))
     assert step.stats().num_skipped == 27
+
+
+# Running statistics that a forward writes.
+
+
+class Normed(nn.Module):
+    """A loss with statistics of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.norm(x), y)
+
+
+def make_normed(used, *, in_loss=False, **options):
+    torch.manual_seed(0)
+    norm = nn.Identity() if in_loss else nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=0.5))
+    net, loss = nn.Sequential(norm, nn.Linear(6, 3)).to(used[0]), Normed().to(used[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    criterion = loss if in_loss else nn.CrossEntropyLoss()
+    return everygpu.TrainStep(everygpu.DataParallel(net, used), criterion, optimizer, **options)
+
+
+def buffers(step):
+    owners = [step.model.module, *([step.loss] if isinstance(step.loss, nn.Module) else [])]
+    return copy.deepcopy([b for owner in owners for b in owner.buffers() if b.is_floating_point()])
+
+
+def check_put_back(step, num_steps):
+    for _ in range(num_steps):
+        step(X, CLASSES)
+    before = buffers(step)
+    step(SPOILT, CLASSES)
+    assert step.stats().num_skipped == 1
+    torch.testing.assert_close(buffers(step), before, rtol=0, atol=0)
+    step(X, CLASSES)
+    assert step.stats().num_skipped == 1
+    assert not torch.equal(buffers(step)[0], before[0]), "they go on"
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["model", "loss"])
+def test_statistics_are_as_before(devices, in_loss):
+    check_put_back(make_normed(devices(2), in_loss=in_loss), 1)
+
+
+def test_statistics_of_a_module_that_the_loss_refers_to(devices):
+    step = make_normed(devices(1), in_loss=True)
+    module = step.loss
+    step.loss = lambda output, target: module(output, target)
+    for x in (X, SPOILT):
+        step(x, CLASSES)
+    assert module.norm.running_mean.isfinite().all()
+
+
+def test_statistics_when_it_raises(devices):
+    step = make_normed(devices(2), on_nonfinite="raise", capture=False)
+    step(X, CLASSES)
+    before = buffers(step)
+    with pytest.raises(NonFiniteError):
+        any(step(SPOILT, CLASSES) is None for _ in range(10))
+    torch.testing.assert_close(buffers(step), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["model", "loss"])
+def test_statistics_in_captured_steps(devices, monkeypatch, in_loss):
+    from tests import tape
+
+    used = devices(2)
+    tape.prepare(used, monkeypatch, fused=True)
+    step = make_normed(used, in_loss=in_loss)
+    check_put_back(step, 8)
+    assert step.stats().engine == "capture"
 
 
 class TestCaptured:

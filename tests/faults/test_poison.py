@@ -143,13 +143,13 @@ def load_with_document(checkpoint: Path, content: bytes) -> bool:
     return True
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(content=st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_a_document_of_anything_is_a_typed_error(checkpoint: Path, content: bytes) -> None:
     assert not load_with_document(checkpoint, content)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_document_with_anything_in_it_and_the_right_digest_is_a_typed_error_or_loads(
     checkpoint: Path, data: st.DataObject

@@ -109,7 +109,7 @@ def test_killed_again_and_again(tmp_path: Path, num_replicas: int) -> None:
     chance, kills = random.Random(0), 0
     for attempt in range(60):
         child = fork(partial(go_on, tmp_path / "killed", tmp_path / "log", num_replicas, attempt % 2))
-        if kills < 10:
+        if kills < 6:
             wait_for_a_line(tmp_path / "log", child)
             time.sleep(chance.uniform(0, 0.01))
             with contextlib.suppress(ProcessLookupError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import everygpu
-from tests.faults.inject import fork, kill_at_every_boundary
+from tests.faults.inject import fork, kill_at_boundaries
 from tests.faults.savers import Weights, version_of
 
 pytestmark = [
@@ -38,12 +38,13 @@ def what_loads(directory: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "next_step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the next step", "the same step"]
+    ("next_step", "every"), [(2, 3), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 1))]
 )
-def test_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
-    boundaries = kill_at_every_boundary(
+def test_killed_at_boundaries(tmp_path: Path, next_step: int, every: int) -> None:
+    boundaries = kill_at_boundaries(
         lambda boundary: save(tmp_path / str(boundary), next_step, version=2),
         lambda boundary: save(tmp_path / str(boundary), 1),
+        every,
     )
     seen = []
     for boundary in boundaries:
@@ -54,7 +55,7 @@ def test_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
         assert what_loads(directory) == 3
     assert set(seen) == {1, 2}
     assert seen == sorted(seen)
-    assert len(seen) >= 18
+    assert len(seen) >= 18 // every
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_killed_while_the_earlier_run_is_overwritten(tmp_path: Path) -> None:
         everygpu.CheckpointManager(tmp_path / str(boundary), keep=2, model=Weights(1), overwrite=True).save(1)
 
     seen = []
-    for boundary in kill_at_every_boundary(begin, prepare):
+    for boundary in kill_at_boundaries(begin, prepare):
         directory = tmp_path / str(boundary)
         seen.append(what_loads(directory))
         begin(boundary)

@@ -10,15 +10,19 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 
 import everygpu
 from everygpu import DataParallel
 from everygpu.checkpoint.background import Background
+from everygpu.errors import CallError
 from everygpu.parallel import forward_lock
 from everygpu.parallel.engines import compiled
 from tests.parallel.engines.test_threads import in_child
@@ -268,6 +272,111 @@ class TestFailures:
         background = Background()
         background.start(lambda: fail(self.x))
         check(background.wait)
+
+
+ROWS = torch.arange(24.0).reshape(6, 4)
+
+
+def call_while(model: everygpu.DataParallel, release: Callable[[], None], seconds: float) -> list[str]:
+    """Train in two threads while a third one releases; return what went wrong there."""
+    wanted, wrong, is_over = model.module(ROWS).detach(), [], threading.Event()
+
+    def call() -> None:
+        while not is_over.is_set():
+            try:
+                y: Tensor = model(ROWS)
+                torch.testing.assert_close(y.detach(), wanted)
+                y.sum().backward()
+            except Exception as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        release()
+        time.sleep(0.001)
+    is_over.set()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a call waits forever"
+    return wrong
+
+
+def test_a_thread_calls_while_another_releases() -> None:
+    model = everygpu.DataParallel(nn.Linear(4, 2), ["cpu"] * 3)
+    assert call_while(model, model.release, 0.2) == []
+
+
+def test_a_replica_releases_its_own_wrapper() -> None:
+    class Net(nn.Module):
+        releases = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.releases:
+                model.release()
+            return x * 2
+
+    model = everygpu.DataParallel(Net(), ["cpu"] * 2)
+    with pytest.raises(CallError, match="Call release.. after forward"):
+        model(ROWS)
+    model.module.releases = False
+    torch.testing.assert_close(model(ROWS), ROWS * 2)
+
+
+NUM = 34
+"""Of each kind: about 100 together."""
+
+
+def wrapped() -> everygpu.DataParallel:
+    return everygpu.DataParallel(nn.Linear(4, 4), ["cpu"] * 2)
+
+
+def train_step() -> list[Any]:
+    model = wrapped()
+    step = everygpu.TrainStep(model, F.mse_loss, torch.optim.AdamW(model.parameters()))
+    step(ROWS[:4], ROWS[:4])
+    return [step, model, model.module, model.module.weight]
+
+
+def sharded_optimizer() -> list[Any]:
+    model = wrapped()
+    optimizer = everygpu.ShardedOptimizer(torch.optim.AdamW(model.parameters()), ["cpu"] * 2)
+    model(ROWS[:4]).sum().backward()
+    optimizer.step()
+    with model.frozen():
+        model(ROWS[:4])
+    return [optimizer, model, model.module, model.module.weight]
+
+
+def feeder() -> list[Any]:
+    """Leave the loop midway."""
+    model = wrapped()
+    made = everygpu.Feeder([ROWS[:4]] * 4, model)
+    batches = iter(made)
+    model(next(batches))
+    return [made, model, model.module]
+
+
+@pytest.mark.parametrize("make", [train_step, sharded_optimizer, feeder])
+def test_objects_leave_nothing(make: Callable[[], list[Any]]) -> None:
+    other, is_over, outputs = wrapped(), threading.Event(), []
+
+    def use() -> None:
+        while not is_over.wait(0.005):
+            outputs.append(other(ROWS[:4]).sum().backward())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    left = [weakref.ref(made) for _ in range(NUM) for made in make()]
+    while thread.is_alive() and not outputs:
+        time.sleep(0.001)
+    is_over.set()
+    thread.join()
+    gc.collect()
+    assert [ref for ref in left if ref() is not None] == []
+    assert outputs
 
 
 def test_a_parameter_that_is_replaced_is_let_go():

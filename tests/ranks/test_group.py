@@ -18,6 +18,8 @@ from everygpu.ranks.group import FirstBatch, init_group
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 
 @pytest.fixture
 def environ(monkeypatch):
@@ -49,7 +51,6 @@ def talk_in_a_group_of_the_users():
     return talk()
 
 
-@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("function", [talk, talk_in_a_group_of_the_users])
 def test_ranks_exchange_values(tmp_path, function):
     results = run_ranks(function, size=3, local_size=1, folder=tmp_path)

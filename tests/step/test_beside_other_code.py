@@ -218,7 +218,7 @@ def run_program(seed: int, devices: list[torch.device], engine: str) -> None:
     torch.testing.assert_close(*(side.evaluate(x, y) for side in sides), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_programs(used: tuple[list[torch.device], str], seed: int) -> None:
     run_program(seed, *used)
 
@@ -311,7 +311,7 @@ def check_interruptions(devices: list[torch.device], engine: str, seeds: range) 
 
 
 def test_interruptions(used: tuple[list[torch.device], str]) -> None:
-    check_interruptions(*used, range(40))
+    check_interruptions(*used, range(20))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-NUM_STEPS = 18  # three rounds of the rows that batches ignore
+NUM_STEPS = 12  # two rounds of the rows that batches ignore
 
 
 class Net(nn.Module):
@@ -110,8 +110,9 @@ def check_same(
     return step
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 2) for name in OPTIMIZERS), ("AdamW", 1), ("SGD", 1), ("AdamW", 8)]
+)
 def test_captured_steps_are_the_same(capturing: Devices, name: str, count: int) -> None:
     step = check_same(capturing, name, count=count, rtol=1e-5, atol=1e-6)
     assert step.stats().num_steps == NUM_STEPS
@@ -136,16 +137,14 @@ def in_bf16(used: list[torch.device]) -> list[Batch]:
     return [(x.bfloat16(), y) for x, y in batches(NUM_STEPS, used[0])]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(("name", "clip_norm"), [("AdamW", None), ("SGD", 0.1)])
 def test_captured_steps_of_parameters_in_bf16(capturing: Devices, name: str, clip_norm: float | None) -> None:
     # Kernels round once, torch at each operation.
     tolerance = {"rtol": 0.02, "atol": 0.02}
     check_same(capturing, name, make=lambda: Net().bfloat16(), data=in_bf16, clip_norm=clip_norm, **tolerance)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(("name", "clip_norm"), [("AdamW", 0.1), ("SGD", None)])
 def test_the_default_dtype_says_nothing_about_options_and_counts(
     capturing: Devices, name: str, clip_norm: float | None
 ) -> None:
@@ -290,10 +289,10 @@ def test_the_norm_is_that_of_the_parameters_that_take_part(
     check_same(capturing, make=Branching, data=data, num=2, clip_norm=0.1)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 3])
 def test_dropout_draws_the_same_numbers(capturing: Devices, count: int) -> None:
     used = capturing(count)
-    data = batches(40, used[0])
+    data = batches(16, used[0])
     found = []
     for capture in (False, "auto"):
         everygpu.seed_all(3)
@@ -365,11 +364,11 @@ def test_batches_of_other_shapes_and_places(capturing: Devices) -> None:
 
 
 def test_capture_while_batches_are_on_their_way(capturing: Devices) -> None:
-    used = capturing(8)
+    used = capturing(4)
     home, rows = torch.device("cpu"), 4096
     nets = [Net().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, batches(20, home, rows), OPTIMIZERS["SGD"], capture=False)
-    fed = everygpu.Feeder(batches(20, home, rows), used)
+    plain, _ = train(nets[0], used, batches(10, home, rows), OPTIMIZERS["SGD"], capture=False)
+    fed = everygpu.Feeder(batches(10, home, rows), used)
     captured, step = train(nets[1], used, fed, OPTIMIZERS["SGD"])
     assert num_graphs(step) == 1
     torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-5)

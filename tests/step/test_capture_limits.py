@@ -195,8 +195,9 @@ def _reserved(used: list[torch.device]) -> list[int]:
     return [torch.cuda.memory_reserved(d) for d in used]
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], lambda p: torch.optim.NAdam(p, lr=0.01)], ids=["AdamW", "NAdam"])
-@pytest.mark.parametrize("capture", [False, "auto"])
+@pytest.mark.parametrize(
+    ("make", "capture"), [(OPTIMIZERS["AdamW"], "auto"), (lambda p: torch.optim.NAdam(p, lr=0.01), False)]
+)
 def test_with_a_default_device(capturing: Devices, capture: Any, make: Any) -> None:
     """Tables and states are where they are read, not where the caller would have tensors."""
     used = capturing(2)

@@ -90,10 +90,9 @@ def run_order(used: list[torch.device], seed: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=f"seed {seed}, {done}: {name}")
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_is_captured(capturing: Devices, count: int, seed: int) -> None:
-    run_order(capturing(count), seed)
+def test_any_order_is_captured(capturing: Devices, seed: int) -> None:
+    run_order(capturing(1 + seed % 2), seed)
 
 
 @pytest.mark.slow
@@ -148,8 +147,7 @@ def test_a_penalty_on_parameters_that_the_loss_has_itself(capturing: Devices, co
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "accumulate"), [(1, 3), (2, 1)])
 def test_where_a_loss_reads_on_the_host_the_forward_is_captured(
     capturing: Devices, count: int, accumulate: int
 ) -> None:

@@ -163,9 +163,13 @@ def test_the_norm_is_of_the_gradient_before_others_write_to_it(
     assert step.stats().grad_norm == pytest.approx(nn.utils.get_total_norm(grads).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("clip_norm", [None, 0.5, math.inf])
+@pytest.mark.parametrize(
+    ("name", "count", "clip_norm"),
+    [
+        *zip(["AdamW"] * 4, [1, 2, 3, 2], [None, 0.5, math.inf, None]),
+        *zip(["SGD"] * 3, [1, 2, 3], [math.inf, None, 0.5]),
+    ],
+)
 def test_equals_a_plain_loop_on_one_device(
     devices: Devices, name: str, count: int, clip_norm: float | None
 ) -> None:  # fmt: skip
