@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from everygpu import Feeder
@@ -195,89 +195,3 @@ def test_own_parts_of_other_sizes_are_refused():
     for loader, reason in ((numbered(7, batch_size=2), "rows=8"), (numbered(8, batch_size=3), "batches=4")):
         with pytest.raises(CheckpointMismatchError, match=reason):
             Feeder(loader, "cpu", sharded=True).load_state_dict(state)
-
-
-class Shuffled(IterableDataset):
-    """A stream whose workers shuffle their parts, some of Python, NumPy and torch."""
-
-    def __init__(self, num, kind):
-        self.num, self.kind = num, kind
-        self.rng = random.Random(3) if kind == "own" else None
-
-    def __iter__(self):
-        info = get_worker_info()
-        part = list(range(self.num) if info is None else range(info.id, self.num, info.num_workers))
-        (self.rng or random).shuffle(part)
-        yield from part
-
-
-SAMPLERS = ("in order", "shuffled", "replaced", "generator", "batches", "distributed", "stream", "own")
-
-
-def make(kind, num, size, **options):
-    if kind in ("stream", "own"):
-        return DataLoader(Shuffled(num, kind), size, **options)
-    data = range(num)
-    generator = torch.Generator().manual_seed(5)
-    if kind == "batches":
-        sampler = torch.utils.data.RandomSampler(data)
-        return DataLoader(data, batch_sampler=BatchSampler(sampler, size, False), **options)
-    by = {
-        "replaced": lambda: {"sampler": torch.utils.data.RandomSampler(data, True, num)},
-        "generator": lambda: {"shuffle": True, "generator": generator},
-        "distributed": lambda: {"sampler": DistributedSampler(data, 2, 1)},
-        "shuffled": lambda: {"shuffle": True},
-    }
-    return DataLoader(data, size, **by.get(kind, dict)(), **options)
-
-
-def check_stops(seed, kind=None):
-    """Stop and resume at any places of three epochs, in other workers: as without a stop."""
-    rng = random.Random(seed)
-    kind, num, size = kind or rng.choice(SAMPLERS), rng.randrange(1, 30), rng.randrange(1, 6)
-    workers = rng.choice((0, 2))
-
-    def feeder():
-        options = {"num_workers": workers if kind in ("stream", "own") else rng.choice((0, 2))}
-        options |= {"persistent_workers": rng.random() < 0.5} if options["num_workers"] else {}
-        random.seed(rng.random())
-        torch.manual_seed(rng.randrange(10**6))
-        return Feeder(make(kind, num, size, **options), "cpu", prefetch=rng.choice((0, 2)), seed=seed)
-
-    def run(limit, state):
-        seen = []
-        with feeder() as data:
-            if state is not None:
-                data.load_state_dict(state)
-            while data.epoch < 3:
-                for x in data:
-                    seen.append((data.state_dict()["epoch"], x.tolist()))
-                    random.random(), torch.rand(())
-                    if len(seen) == limit:
-                        return seen, data.state_dict()
-        return seen, None
-
-    whole, _ = run(None, None)
-    seen, state = run(rng.randrange(1, 8), None)
-    while state is not None:
-        more, state = run(rng.randrange(1, 8), state)
-        seen += more
-    assert seen == whole, (kind, num, size, workers)
-    for epoch in range(3 if kind == "distributed" else 0):
-        sampler = DistributedSampler(range(num), 2, 1)
-        sampler.set_epoch(epoch)
-        assert [i for e, x in seen if e == epoch for i in x] == list(sampler)
-    if kind not in ("replaced", "distributed"):
-        for epoch in range(3):
-            assert sorted(i for e, x in seen if e == epoch for i in x) == list(range(num))
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_any_loader_stopped_anywhere(kind):
-    check_stops(SAMPLERS.index(kind), kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 400))
-def test_many_loaders_stopped_anywhere(seed):
-    check_stops(seed)
