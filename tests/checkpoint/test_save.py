@@ -1,6 +1,5 @@
 """Saving: what is on the disk, that failures leave the old checkpoint, and what is refused."""
 
-import json
 import os
 import threading
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.checkpoint import format as format_module
 from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
 from tests.checkpoint.models import Counting, Net, same_state
 
@@ -74,61 +72,6 @@ def test_saving_changes_nothing_in_the_run(tmp_path: Path) -> None:
     assert same_state((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()), before)
     assert model.head.weight is model.embed.weight
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-class StoppedError(Exception):
-    """Any error that is not the file system's."""
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError(28, "No space left on device"), StoppedError(), KeyboardInterrupt()],
-    ids=["full", "bug", "stop"],
-)
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [(os, "fsync"), (os, "rename"), (os, "replace"), (format_module, "write_safetensors"), (json, "dumps")],
-    ids=["fsync", "rename", "replace", "tensors", "json"],
-)
-def test_a_failure_anywhere_leaves_the_old_checkpoint(
-    tmp_path: Path, where: Any, name: str, error: BaseException
-) -> None:
-    path = everygpu.save(tmp_path / "ckpt", model=Net(seed=1), epoch=1, best=torch.ones(1))
-    failures = 0
-    while raised := save_failing_at(failures + 1, where, name, error, path):
-        failures += 1
-        assert type(raised) is (CheckpointError if isinstance(error, OSError) else type(error))
-        assert raised is error or raised.__cause__ is error
-        target = Net(seed=3)
-        found = everygpu.load(path, model=target)
-        # What is no error of the system's may come when the new one is complete.
-        assert found["epoch"] in ((1,) if isinstance(error, OSError) else (1, 2))
-        assert found["best"] == torch.ones(1) * (2 - found["epoch"])
-        assert same_state(dict(target.state_dict()), dict(Net(seed=found["epoch"]).state_dict()))
-        assert names_in(tmp_path) == {"ckpt"}
-        everygpu.save(path, model=Net(seed=1), epoch=1, best=torch.ones(1))
-        assert not any(name.startswith(".") for name in names_in(path))
-    assert failures >= 1
-    assert everygpu.load(path)["epoch"] == 2
-
-
-def save_failing_at(call: int, where: Any, name: str, error: BaseException, path: Path) -> BaseException | None:
-    """Save with an error in the given call of a function; return what came of it."""
-    real, calls = getattr(where, name), []
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == call:
-            raise error
-        return real(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(where, name, failing)
-        try:
-            everygpu.save(path, model=Net(seed=2), epoch=2, best=torch.zeros(1))
-        except BaseException as raised:
-            return raised
-    return None
 
 
 def test_a_parent_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import pickle
 import random
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
@@ -194,12 +193,17 @@ def read_some(seed, run, state, stop):
     The workers of a dataset with indices are others in each run.
     """
     rng, of_run = random.Random(seed), random.Random(f"{seed} {run}")
-    num, size, kind = rng.randrange(1, 40), rng.randrange(1, 8), rng.choice(("shuffled", "sampler", "stream", "list"))
+    num, size, kind = (
+        rng.randrange(1, 40),
+        rng.randrange(1, 8),
+        rng.choice(("shuffled", "generator", "sampler", "stream", "list")),
+    )
     draws = rng if kind == "stream" else of_run
     options = {"num_workers": draws.choice((0, 0, 2))}
     options |= {"persistent_workers": draws.random() < 0.5} if options["num_workers"] else {}
     loader = {
         "shuffled": lambda: DataLoader(Numbers(num), size, shuffle=True, **options),
+        "generator": lambda: DataLoader(Numbers(num), size, shuffle=True, generator=torch.Generator(), **options),
         "sampler": lambda: DataLoader(Numbers(num), batch_sampler=BatchSampler(RandomSampler(range(num)), size, True)),
         "stream": lambda: DataLoader(Parts(range(num)), size, **options),
         "list": lambda: [{"x": torch.arange(i, min(i + size, num)).float()[:, None]} for i in range(0, num, size)],
@@ -307,9 +311,8 @@ def meters():
     return before, [(total.avg, total.num_rows) for total in totals], (meter.avg, meter.num_rows)
 
 
-def everything(saved):
+def everything():
     return {
-        "resumed": resumed_runs(saved, 1),
         "split": split_and_resumed(None),
         "passes": all_passes(),
         "sharded": sharded_passes(),
@@ -322,37 +325,3 @@ def everything(saved):
         "own state": resumed_by_own_state(),
         "meters": meters(),
     }
-
-
-RESUMED = [
-    (name, how)
-    for name in ("shuffled", "a generator", "a batch sampler", "iterable", "short last batch")
-    for how in ("thread", "no thread")
-]
-
-
-def resumed_runs(saved, num_batches):
-    """Go on from saved positions until killed; return positions to save, and what was read up to them, by case.
-
-    Args:
-        saved: Their file; None to begin.
-        num_batches: To read before the position is taken; None for all, and the next epoch where its order is known.
-    """
-    states = {} if saved is None else pickle.loads(saved.read_bytes())
-    return {case: resumed_run(*case, states.get(case), num_batches) for case in RESUMED}
-
-
-def resumed_run(name, how, state, num_batches):
-    seed()
-    data = wrapped(MAKE[name](), how)
-    if state is not None:
-        data.load_state_dict(state)
-    read, found = [], None
-    for batch in data:
-        read.append(numbers_in(batch))
-        torch.rand(place()[0])  # as dropout does, which differs by rank
-        if len(read) == num_batches:
-            found = data.state_dict()
-        if num_batches is not None and len(read) == num_batches + 1:
-            return found, read[:num_batches]  # the last one was used, and the run was killed before it was saved
-    return data.state_dict(), [*read, *([] if name != "a generator" else [numbers_in(batch) for batch in data])]
