@@ -89,7 +89,7 @@ def test_questions_have_the_answers_they_show(capsys):
     assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
     names.clear()
     questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    assert len(questions) == 39
+    assert len(questions) == 43
     assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions)
 
 
