@@ -68,13 +68,14 @@ def test_any_file_loads_into_any_model(
 @pytest.mark.parametrize("how", ["torch", "dcp"])
 def test_model_optimizer_and_plain_values(tmp_path: Path, names: tuple[str, str], how: str) -> None:
     (model, optimizer), (target, restored) = trained(1), trained(2)
-    state = {names[0]: model.state_dict(), names[1]: optimizer.state_dict(), "epoch": 3, "best": torch.tensor(0.5)}
+    values = {"epoch": 3, "best": torch.tensor(0.5), "nested": [torch.ones(2, dtype=torch.bfloat16), {"b": (2, 3)}]}
+    state = {names[0]: model.state_dict(), names[1]: optimizer.state_dict(), **values}
     if how == "dcp":
         write_dcp(tmp_path / "a", state)
     else:
         torch.save(state, tmp_path / "a")
     rest = everygpu.load(tmp_path / "a", model=target, optimizer=restored)
-    assert rest == {"epoch": 3, "best": torch.tensor(0.5)}
+    assert same_state(rest, values)
     assert same_state(snapshot(target, restored), snapshot(model, optimizer))
 
 

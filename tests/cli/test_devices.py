@@ -60,10 +60,6 @@ def test_no_gpu_is_said_plainly(show, samples):
     assert show(samples, "--torch") == "No GPU found.\n"
 
 
-def test_no_gpu_in_json_is_an_empty_list(show):
-    assert json.loads(show(None, "--json")) == {"devices": []}
-
-
 def cells(out):
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
 
@@ -91,8 +87,17 @@ def test_hidden_gpus_are_listed_with_the_reason(show, monkeypatch):
     assert out.index(BOX[1].uuid) < out.index(BOX[0].uuid)
 
 
-def test_gpus_that_torch_does_not_reach_are_told(show):
-    assert "2 GPUs are out of torch's reach. `everygpu doctor` says why." in show(BOX, "--torch")
+@pytest.mark.parametrize(
+    ("samples", "arguments", "words"),
+    [
+        (BOX, ["--torch"], "2 GPUs are out of torch's reach. `everygpu doctor` says why."),
+        ([make_sample(0, name="[bold]x")], [], "[bold]x"),
+        ([make_sample(0, is_mig=True)], [], "NVIDIA H200 (MIG mode)"),
+        (None, ["--json"], '"devices": []'),
+    ],
+)
+def test_what_is_said(show, samples, arguments, words):
+    assert words in show(samples, *arguments)
 
 
 def test_unlike_gpus_have_no_names_before_cuda_is_asked(show, monkeypatch):
@@ -133,14 +138,6 @@ def test_narrow_terminal_loses_nothing_of_the_uuid():
     Console(file=stream, width=80).print(devices.build_table([("cuda:0", BOX[0])], {}))
     column = [line.split("│")[7].strip() for line in stream.getvalue().splitlines() if "│" in line]
     assert "".join(column) == BOX[0].uuid
-
-
-def test_markup_in_a_name_is_shown_as_it_is(show):
-    assert "[bold]x" in show([make_sample(0, name="[bold]x")])
-
-
-def test_mig_mode_is_told(show):
-    assert "NVIDIA H200 (MIG mode)" in show([make_sample(0, is_mig=True)])
 
 
 HOLDERS = {BOX[0].uuid: Holder(pid=12, command="train.py")}

@@ -1,11 +1,7 @@
 """Reservations between real processes, and every way they can't be had."""
 
-import contextlib
 import logging
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 
 import pytest
@@ -36,41 +32,6 @@ def take_free(count):
         return free[:count]
 
     return select
-
-
-@contextlib.contextmanager
-def another_run(count=1):
-    """Reserve GPUs of the box in another process; gives it and the indices it got."""
-    code = textwrap.dedent(f"""
-        import sys
-        sys.argv = ["everygpu", "run", "train.py"]
-        from tests.devices.test_reserve import take_free
-        from everygpu.devices.reserve import reserve
-        held = reserve(take_free({count}))
-        print(*[device.index for device in held.devices], flush=True)
-        sys.stdin.read()
-    """)
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process, [int(word) for word in process.stdout.readline().split()]
-        finally:
-            process.kill()
-
-
-def test_second_run_gets_another_one():
-    with another_run() as (process, theirs):
-        ours = reserve(take_free(1))
-        assert theirs == [0]
-        assert [device.index for device in ours.devices] == [1]
-        assert find_holders({}) == {
-            BOX[0].uuid: Holder(pid=process.pid, command="train.py"),
-            BOX[1].uuid: Holder(pid=os.getpid(), command=find_holders({})[BOX[1].uuid].command),
-        }
-        ours.release()
-        process.kill()
-        process.wait()
-        assert find_holders({}) == {}
 
 
 @pytest.mark.parametrize(
