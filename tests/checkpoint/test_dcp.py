@@ -36,7 +36,7 @@ def write_pieces(
         buffer = io.BytesIO()
         torch.save(tensor, buffer)
         (path / f"__{rank}_0.distcp").write_bytes(b"\0" * 7 + buffer.getvalue())
-        info = {"relative_path": f"__{rank}_0.distcp", "offset": 7, "length": buffer.report()}
+        info = {"relative_path": f"__{rank}_0.distcp", "offset": 7, "length": buffer.tell()}
         storage[records.MetadataIndex("w", offsets)] = _StorageInfo(**info | changes.get("info", {}))
         chunks.append(records.ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
     about = records.TensorStorageMetadata(records.TensorProperties(torch.float32), torch.Size(shape), chunks)
@@ -137,7 +137,7 @@ def test_a_poisoned_piece_and_a_poisoned_value_are_refused_and_not_run(tmp_path:
         torch.save(poison, buffer)
         (path / "__0_0.distcp").write_bytes(b"\0" * 7 + buffer.getvalue())
         metadata = pickle.loads((path / ".metadata").read_bytes())
-        next(iter(metadata.storage_data.values())).length = buffer.report()
+        next(iter(metadata.storage_data.values())).length = buffer.tell()
         write_metadata(path, metadata)
         with pytest.raises(CheckpointForeignError, match="wants to run"):
             read_foreign(path)
