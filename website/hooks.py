@@ -1,11 +1,15 @@
 """What MkDocs calls while it builds the site."""
 
+import itertools
 import re
-from html import unescape
+from html import escape, unescape
 from posixpath import dirname, relpath
 from typing import Any
 
 from jinja2 import pass_context
+
+MANY_COLUMNS = 5
+"""A table of more columns is too wide for a phone."""
 
 
 class Relative(str):
@@ -39,13 +43,24 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
     search = {"how-do-i.md": {"boost": 4}, "measured.md": {"exclude": True}}
     if page.file.src_uri in search:
         page.meta["search"] = search[page.file.src_uri]
-    if page.parent is None:
+    if page.parent is None or page.file.src_uri == "measured.md":  # whose tables need the room
         page.meta.setdefault("hide", ["navigation"])
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
     """Mark what stays on one line: short code within text, and the options of longer code."""
+    html = re.sub(r"<table>.*?</table>", with_labels, html, flags=re.DOTALL)
     return re.sub(r"<code>([^<\n]+)</code>", mark, html)
+
+
+def with_labels(match: re.Match[str]) -> str:
+    """Give the cells of a table of many columns their column's name, by which a phone shows rows as lists."""
+    names = [re.sub(r"<[^>]+>", "", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", match[0], re.DOTALL)]
+    if len(names) <= MANY_COLUMNS:
+        return match[0]
+    labels = itertools.cycle(names)
+    table = re.sub(r"<td", lambda _: f'<td data-label="{escape(unescape(next(labels)))}"', match[0])
+    return table.replace("<table>", "<table data-wide>", 1)
 
 
 def mark(match: re.Match[str]) -> str:

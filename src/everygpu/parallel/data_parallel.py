@@ -94,7 +94,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             same losses and parameters, bit for bit, on 1, 2, 4 or 8 devices with ``num_replicas=8``; see
             docs/same-bits.md. Those on one device share its parameters. Left out, one replica per device.
         bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
-            left out. ``TrainStep`` also takes its buckets' size from here: left out, 16, or more for large models.
+            left out. ``TrainStep`` also takes its buckets' size from here: left out, 12, or more for large models.
         weight: The weight of a share of the batch, among replicas and, under torchrun, among ranks:
             called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
             ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, what torch's
