@@ -10,7 +10,7 @@ from everygpu.checkpoint.verify import examine, total_bytes
 from tests.checkpoint.models import Net
 from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.test_dcp import write_dcp
-from tests.checkpoint.test_sharded import write_sharded
+from tests.checkpoint.test_foreign import write_sharded
 
 FILES = ["SHA256SUMS", "checkpoint.json", "model.safetensors", "training.safetensors"]
 
