@@ -41,6 +41,9 @@ ENGLISH_ONLY = '!!! note "本页只有英文版"'
 WORD_ENDS = r"[\s\u200b\-]"
 """Where words end in the search of the Chinese site: jieba puts a zero-width space between those it finds."""
 
+FAST = "is-my-model-fast.md"
+"""The page that ``python -m website.figures`` writes once its models are measured."""
+
 ROOMS = {
     "parallel": "Data parallelism",
     "step": "Training step",
@@ -79,6 +82,8 @@ def write(path: Path, text: str) -> None:
 def configuration(language: str) -> str:
     """Fill in the parts of the navigation that are made of what is there, and the language."""
     text = (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8")
+    if not (ROOT / "docs" / FAST).exists():
+        text = re.sub(rf"^ *- .*: {re.escape(FAST)}.*\n", "", text, flags=re.MULTILINE)
     parts = {
         "@examples": [{path.stem: f"examples/{path.stem}.md"} for path in example_files()],
         "@reference": ["reference/index.md", *({ROOMS[room]: f"reference/{room}.md"} for room in exports_by_room())],

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -234,6 +235,15 @@ def test_missing_docstrings_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "SOURCE", tmp_path)
     with pytest.raises(SystemExit, match=r"found none for f, A\.g\."):
         prepare.reference()
+
+
+def test_a_page_of_results_is_in_the_navigation_once_it_is_written(monkeypatch, tmp_path):
+    shutil.copytree(DOCS.parent / "website", tmp_path / "website")
+    monkeypatch.setattr(prepare, "ROOT", tmp_path)
+    assert prepare.FAST not in prepare.configuration("en")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / prepare.FAST).touch()
+    assert prepare.FAST in prepare.configuration("zh-CN")
 
 
 def test_links_lead_within_the_site():
