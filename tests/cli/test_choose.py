@@ -1,11 +1,14 @@
 """The GPUs that ``everygpu run`` chooses."""
 
+from dataclasses import replace
+
 import click
 import pytest
 
 from everygpu.cli.choose import Plan, plan_run
-from everygpu.cli.options import Request, read_request
+from everygpu.cli.options import read_request
 from everygpu.devices import nvml
+from everygpu.devices.select import Demand
 from everygpu.errors import DeviceError
 from tests.devices.fake_nvml import GIB, make_sample
 
@@ -23,13 +26,13 @@ CPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 @pytest.mark.parametrize(
     ("text", "request_"),
     [
-        ("auto", Request()),
-        ("1", Request(count=1)),
-        ("12", Request(count=12)),
-        ("0,2", Request(indices=(0, 2))),
-        ("2,0", Request(indices=(2, 0))),
-        ("0,", Request(indices=(0,))),
-        ("3,", Request(indices=(3,))),
+        ("auto", Demand()),
+        ("1", Demand(count=1)),
+        ("12", Demand(count=12)),
+        ("0,2", Demand(indices=(0, 2))),
+        ("2,0", Demand(indices=(2, 0))),
+        ("0,", Demand(indices=(0,))),
+        ("3,", Demand(indices=(3,))),
     ],
 )
 def test_what_gpus_says(text, request_):
@@ -49,9 +52,7 @@ def plan(monkeypatch):
 
     def make(gpus="auto", *, min_free=None, samples=BOX, **environ):
         monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
-        request = parse_request(gpus)
-        demand = request.demand(min_free_memory=min_free)
-        return plan_run(request, demand, environ, share=True)
+        return plan_run(replace(parse_request(gpus), min_free_memory=min_free), environ, share=True)
 
     return make
 

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from everygpu.cli import choose as planning
 from everygpu.cli import main
 from everygpu.cli.choose import plan_run
-from everygpu.cli.options import Request
 from everygpu.cli.script import torchrun_arguments
 from everygpu.devices import nvml
 from everygpu.devices.reserve import OWN
@@ -220,7 +219,7 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
     monkeypatch.setattr(nvml, "sample_devices", sample)
     told = []
     demand = Demand(count=1, min_free_memory="50GiB")
-    plan = plan_run(Request(count=1), demand, {}, wait_s=100, report=told.append)
+    plan = plan_run(demand, {}, wait_s=100, report=told.append)
     assert plan.environ["CUDA_VISIBLE_DEVICES"] == plan.environ[OWN] == make_sample(0).uuid
     assert clock[0] == 6.0
     assert len(told) == 1

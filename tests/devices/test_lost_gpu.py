@@ -12,10 +12,9 @@ from click.testing import CliRunner
 
 from everygpu.cli import main
 from everygpu.cli.choose import NO_GPU, plan_run
-from everygpu.cli.options import Request
 from everygpu.devices import doctor, nvml
 from everygpu.devices.doctor import TorchBuild, diagnose
-from everygpu.devices.select import select_devices
+from everygpu.devices.select import Demand, select_devices
 from everygpu.errors import DeviceError
 from tests.devices.fake_nvml import GIB, FakeNvml, Gpu
 
@@ -81,7 +80,7 @@ def machine(monkeypatch, tmp_path):
 def chosen(environ, **demand):
     """Return the positions that ``everygpu run`` takes; None for the CPU by a word of its own."""
     try:
-        plan = plan_run(Request(**demand), Request(**demand).demand(), environ, share=True)
+        plan = plan_run(Demand(**demand), environ, share=True)
     except DeviceError:
         return []
     if plan.environ in ({}, NO_GPU):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from filelock import BaseFileLock
 
-from everygpu.cli.options import Request
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import OWN, Holder, Reservation, reserve
@@ -35,7 +34,6 @@ class Plan:
 
 
 def plan_run(
-    request: Request,
     demand: Demand,
     environ: Mapping[str, str],
     *,
@@ -51,17 +49,17 @@ def plan_run(
     lost = " ".join(nvml.explain_lost(samples))
     if demand.is_empty and ((sound and all(gpu.is_mig for gpu in sound)) or (text or "").startswith("MIG-")):
         return Plan(note=lost or None)  # CUDA uses one instance, the first unless the variable names another
-    if demand.is_empty and not _fits(samples, request, demand, environ):
+    if demand.is_empty and not _fits(samples, demand, environ):
         if not samples:
             return Plan(note="No NVIDIA GPU found: the script runs on the CPU, or on what torch finds.")
         among = "" if text is None else f" in CUDA_VISIBLE_DEVICES={text!r}"
         return Plan(environ=NO_GPU, note=f"No usable GPU{among}: the script runs on the CPU. {lost}".rstrip())
 
     def select(holders: Mapping[str, Holder]) -> list[DeviceSample]:
-        return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders, _USE_CPU)
+        return choose_gpus(nvml.sample_devices() or [], demand, environ, holders, _USE_CPU)
 
     idle = [replace(gpu, free_memory_bytes=gpu.total_memory_bytes, utilization_pct=0.0) for gpu in samples]
-    is_hopeful = _fits(idle, request, demand, environ)
+    is_hopeful = _fits(idle, demand, environ)
     deadline = time.monotonic() + (wait_s if is_hopeful else 0.0)
     has_reported = False
     while True:
@@ -83,10 +81,10 @@ def plan_run(
     return Plan(environ=settings, num_gpus=len(taken.devices), locks=taken.locks, note=lost or None)
 
 
-def _fits(samples: Sequence[DeviceSample], request: Request, demand: Demand, environ: Mapping[str, str]) -> bool:
+def _fits(samples: Sequence[DeviceSample], demand: Demand, environ: Mapping[str, str]) -> bool:
     """Whether a demand could be met if no other run had reserved anything."""
     try:
-        choose_gpus(samples, request, demand, environ)
+        choose_gpus(samples, demand, environ)
     except DeviceError:
         return False
     return True
@@ -94,7 +92,6 @@ def _fits(samples: Sequence[DeviceSample], request: Request, demand: Demand, env
 
 def choose_gpus(
     samples: Sequence[DeviceSample],
-    request: Request,
     demand: Demand,
     environ: Mapping[str, str],
     holders: Mapping[str, Holder] | None = None,
@@ -112,7 +109,4 @@ def choose_gpus(
             refused[i] = _IN_MIG
         elif i >= len(visible):
             refused[i] = f"hidden by CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r}"
-        if request.indices and gpu.index not in request.indices:
-            refused[i] = "not asked for"
-    chosen = choose(everything, demand, refused, use_cpu)
-    return sorted(chosen, key=lambda gpu: request.indices.index(gpu.index or 0)) if request.indices else chosen
+    return choose(everything, demand, refused, use_cpu)

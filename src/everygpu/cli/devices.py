@@ -5,17 +5,19 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import click
 from rich.table import Table
 from rich.text import Text
 
 from everygpu.cli.choose import choose_gpus
-from everygpu.cli.options import Filters, Request, filter_options, read_request
+from everygpu.cli.options import Filters, filter_options, read_request
 from everygpu.cli.output import harmless, make_console
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
+from everygpu.devices.select import Demand
 from everygpu.devices.visible import predict_names, visible_devices
 from everygpu.units import format_size
 
@@ -38,7 +40,7 @@ Row = tuple[str | None, DeviceSample]
 @click.option("--json", "form", flag_value="json", help="The same as --format json.")
 @click.option("--torch", "ask_torch", is_flag=True, help="Ask torch, for GPUs of other makers too; takes seconds.")
 @click.option("--watch", is_flag=True, help="Show use and memory until Ctrl-C. nvitop shows more.")
-def list_devices(request: Request | None, filters: Filters, form: str, ask_torch: bool, watch: bool) -> None:
+def list_devices(request: Demand | None, filters: Filters, form: str, ask_torch: bool, watch: bool) -> None:
     """List the GPUs and torch's names for them, or choose among them.
 
     JSON has sizes in bytes. `CUDA_VISIBLE_DEVICES=$(everygpu devices --select 2 --format visible)` chooses GPUs for
@@ -47,7 +49,7 @@ def list_devices(request: Request | None, filters: Filters, form: str, ask_torch
     if watch and form != "table":
         raise click.UsageError("--watch shows a table. Leave out the format.")
     if request is None and (filters or form == "visible"):
-        request = Request()
+        request = Demand()
 
     console = make_console()
     rows, holders = find_rows(request, filters, ask_torch)
@@ -69,14 +71,14 @@ def list_devices(request: Request | None, filters: Filters, form: str, ask_torch
             time.sleep(INTERVAL_S)
 
 
-def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tuple[list[Row], dict[str, Holder]]:
+def find_rows(request: Demand | None, filters: Filters, ask_torch: bool) -> tuple[list[Row], dict[str, Holder]]:
     """List what torch sees, then what it doesn't; or what is selected, in the order of the choice."""
     samples, holders = nvml.sample_devices() or [], find_holders()
     visible = visible_devices() if ask_torch else []
     predicted = {} if ask_torch else predict_names(os.environ, samples)
     names = {gpu.uuid: str(gpu.device) for gpu in visible} or predicted
     if request is not None:
-        chosen = choose_gpus(samples, request, request.demand(**filters), os.environ, holders)
+        chosen = choose_gpus(samples, replace(request, **filters), os.environ, holders)
         return [(names.get(gpu.uuid or ""), gpu) for gpu in chosen], holders
     by_uuid = {gpu.uuid: gpu for gpu in samples}
     seen: list[Row] = [(str(gpu.device), gpu) for gpu in visible]

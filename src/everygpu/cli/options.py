@@ -4,7 +4,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -38,32 +37,18 @@ class Seconds(click.FloatRange):
         return seconds if math.isfinite(seconds) else self.fail(f"{value!r} is no time.", param, ctx)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What ``--gpus`` says."""
-
-    count: int | None = None
-    """How many; None for every one that fits, or those in ``indices``."""
-    indices: tuple[int, ...] = ()
-    """``nvidia-smi --query-gpu=index``: exactly these, in this order."""
-
-    def demand(self, **filters: Any) -> Demand:
-        """Say what is asked for, with the values of the filters; raise ``OptionError`` for one that means nothing."""
-        return Demand(count=self.count or len(self.indices) or None, **filters)
-
-
-def read_request(context: click.Context, option: click.Parameter, text: str | None) -> Request | None:
+def read_request(context: click.Context, option: click.Parameter, text: str | None) -> Demand | None:
     """Read ``auto``, a count such as ``2``, or indices such as ``0,2`` (``2,`` is GPU 2 alone)."""
     if text is None or text == "auto":
-        return None if text is None else Request()
+        return None if text is None else Demand()
     if re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        return Request(count=int(text))
+        return Demand(count=int(text))
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*,?", text) or text == "0":
         raise click.BadParameter(f"{text!r} is not 'auto', a count, or indices such as '0,2' or '0,'.")
     indices = tuple(int(index) for index in text.rstrip(",").split(","))
     if len(set(indices)) < len(indices):
         raise click.BadParameter(f"{text!r} names a GPU twice.")
-    return Request(indices=indices)
+    return Demand(indices=indices)
 
 
 def _read_excluded(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:

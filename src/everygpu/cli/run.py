@@ -11,10 +11,11 @@ import click
 
 from everygpu._watchdog import TIMEOUT_S, VARIABLE, watchdog
 from everygpu.cli.choose import NO_GPU, Plan, plan_run
-from everygpu.cli.options import Filters, Request, Seconds, filter_options, option_group, read_request
+from everygpu.cli.options import Filters, Seconds, filter_options, option_group, read_request
 from everygpu.cli.output import say
 from everygpu.cli.script import OPTIONS, launch, require_script, run_script, torchrun_arguments
 from everygpu.devices import nvml
+from everygpu.devices.select import Demand
 from everygpu.errors import DeviceError
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
@@ -69,7 +70,7 @@ torchrun_options = option_group(  # in both of torchrun's spellings
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    request: Request,
+    request: Demand,
     filters: Filters,
     wait: bool,
     timeout: float | None,
@@ -91,7 +92,7 @@ def run(
     With --processes, torchrun's options such as --nnodes, --rdzv-endpoint, --max-restarts, --log-dir and
     --redirects are passed on.
     """
-    if cpu and (request != Request() or filters):
+    if cpu and (request != Demand() or filters):
         raise click.UsageError("--cpu hides every GPU. Leave out --gpus and the filters.")
     if cpu and processes == 0:
         raise click.UsageError("--processes auto counts GPUs, and --cpu hides them. Pass --processes N --cpu.")
@@ -105,10 +106,10 @@ def run(
     if cpu:
         plan = Plan(environ=NO_GPU)
     else:
-        if processes and processes > 1 and request == Request() and nvml.sample_devices():
+        if processes and processes > 1 and request == Demand() and nvml.sample_devices():
             request = replace(request, count=processes)  # one alone drives all
         wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
-        plan = plan_run(request, request.demand(**filters), os.environ, share=share, wait_s=wait_s, report=_report)
+        plan = plan_run(replace(request, **filters), os.environ, share=share, wait_s=wait_s, report=_report)
     if processes == 0 and not plan.num_gpus:
         raise DeviceError("No GPU for --processes auto. Pass --processes N --cpu to use the CPU.")
     _report(plan.note)

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The arguments of ``select_devices``: how many devices, and what each must have."""
+    """How many devices, and what each must have: the arguments of ``select_devices``, or the options of commands."""
 
     count: int | None = None
     min_free_memory: int | str | None = None
     max_utilization: float | None = None
     name: str | None = None
     exclude: Sequence[int | str] = ()
+    indices: tuple[int, ...] = ()
+    """``nvidia-smi --query-gpu=index``: exactly these, in this order."""
 
     def __post_init__(self) -> None:
         count, most, exclude = self.count, self.max_utilization, self.exclude
@@ -90,12 +92,15 @@ def choose(
     refused = refused or {}
     reasons = [refused.get(i) or find_fault(device, demand) for i, device in enumerate(devices)]
     fitting = [device for device, reason in zip(devices, reasons) if reason is None]
-    if len(fitting) < (demand.count or 1):
-        found = f"Found {len(fitting)} of {demand.count or 1} requested GPUs"
+    num_wanted = demand.count or len(demand.indices) or 1
+    if len(fitting) < num_wanted:
+        found = f"Found {len(fitting)} of {num_wanted} requested GPUs"
         if not devices:
             raise DeviceError(f"{found}. {use_cpu}".rstrip())
         advice = f"Ask for fewer or for less, or wait. {use_cpu}".rstrip()
         raise DeviceError(f"{found}. {advice}\n{format_verdicts(devices, reasons)}")
+    if demand.indices:
+        return sorted(fitting, key=lambda device: demand.indices.index(device.index or 0))
     return sorted(fitting, key=lambda device: -(device.free_memory_bytes or 0))[: demand.count]
 
 
@@ -108,6 +113,8 @@ def find_fault(device: DeviceSample, demand: Demand) -> str | None:
     """Say the first thing a device lacks for a demand; None when it fits. What isn't known doesn't fit."""
     if device.fault is not None:
         return device.fault
+    if demand.indices and device.index not in demand.indices:
+        return "not asked for"
     if demand.name is not None and demand.name.lower() not in device.name.lower():
         return f"not named {demand.name!r}"
     for entry in demand.exclude:
