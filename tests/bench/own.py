@@ -23,22 +23,6 @@ def classifier():
     return model, nn.CrossEntropyLoss(), sgd(model), [torch.randn(6, 3), torch.randint(0, 2, (6,))]
 
 
-class Summed(nn.Module):
-    """Takes keywords and returns its loss beside other things."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, *, x, y):
-        return {"loss": nn.functional.mse_loss(self.inner(x), y), "scale": 2.0}
-
-
-def keywords():
-    model = Summed()
-    return model, None, sgd(model), {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
-
-
 class Pair(nn.Module):
     """Takes two inputs and returns its loss alone."""
 
@@ -50,9 +34,21 @@ class Pair(nn.Module):
         return nn.functional.mse_loss(self.inner(x), y)
 
 
+class Summed(Pair):
+    """Takes keywords and returns its loss beside other things."""
+
+    def forward(self, *, x, y):
+        return {"loss": super().forward(x, y), "scale": 2.0}
+
+
 def positional():
     model = Pair()
     return model, None, sgd(model), (torch.randn(4, 3), torch.randn(4, 2))
+
+
+def keywords():
+    model = Summed()
+    return model, None, sgd(model), {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
 
 
 NUM_ROWS = (6, 4, 2)
@@ -95,38 +91,3 @@ def too_large():
 
 def three():
     return classifier()[:3]
-
-
-def no_module():
-    return 3, *classifier()[1:]
-
-
-def no_loss():
-    model, _, optimizer, batch = classifier()
-    return model, "mse", optimizer, batch
-
-
-def no_optimizer():
-    model, loss, _, batch = classifier()
-    return model, loss, 0.1, batch
-
-
-def foreign_optimizer():
-    model, loss, _, batch = classifier()
-    return model, loss, sgd(net()), batch
-
-
-def no_rows():
-    return *classifier()[:3], "a batch"
-
-
-def unequal_rows():
-    return *classifier()[:3], (torch.ones(3, 3), torch.ones(4))
-
-
-def no_batches():
-    return *classifier()[:3], Batches([])
-
-
-def one_without_rows():
-    return *classifier()[:3], Batches([classifier()[3], "a batch"])

@@ -20,57 +20,56 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
-def test_the_last_line_is_the_row():
-    assert run_command(python("print('noise'); print('{\"ms\": 3}')"), 60) == {"ms": 3}
+@pytest.mark.parametrize(
+    ("code", "row"),
+    [
+        ("print('noise'); print('{\"ms\": 3}')", {"ms": 3}),
+        ("import os; os._exit(7)", {"error": "ended with exit code 7"}),
+        ("import sys; sys.stdout.buffer.write(b'caf\\xe9\\n'); print('{\"ms\": 3}')", {"ms": 3}),
+        ("import os; os.write(2, b'caf\\xe9'); os._exit(1)", {"error": "caf\\xe9"}),
+    ],
+)
+def test_the_last_line_is_the_row(code, row):
+    assert run_command(python(code), 60) == row
 
 
 def test_a_failure_is_a_row():
     assert run_command(python("raise ValueError('mine')"), 60)["error"].endswith("ValueError: mine")
-    assert run_command(python("import os; os._exit(7)"), 60) == {"error": "ended with exit code 7"}
 
 
-def test_any_bytes_may_be_printed():
-    code = "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n'); print('{\"ms\": 3}')"
-    assert run_command(python(code), 60) == {"ms": 3}
-    assert run_command(python("import os; os.write(2, b'caf\\xe9'); os._exit(1)"), 60) == {"error": "caf\\xe9"}
-
-
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 FORK = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
 
 
-def is_alive(pid):
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_dead(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:
-        return False
+        return True
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
+@LINUX
+@pytest.mark.parametrize(
+    ("then", "limit_s", "row"),
+    [("child.wait()", 1.5, {"error": "no result in 1.5 s"}), ("print('{\"ms\": 3}')", 300, {"ms": 3})],
+)
+def test_no_process_is_left_behind_or_waited_for(tmp_path, then, limit_s, row):
     note = tmp_path / "pid"
-    code = f"{FORK} open({str(note)!r}, 'w').write(str(child.pid)); child.wait()"
     begin = time.monotonic()
-    assert run_command(python(code), 1.5) == {"error": "no result in 1.5 s"}
-    assert time.monotonic() - begin < 60
-    deadline = time.monotonic() + 60
-    while is_alive(note.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(note.read_text())
+    assert run_command(python(f"{FORK} open({str(note)!r}, 'w').write(str(child.pid)); {then}"), limit_s) == row
+    assert time.monotonic() - begin < 120
+    wait_for(lambda: is_dead(note.read_text()))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_process_that_is_left_behind_is_not_waited_for(tmp_path):
-    note = tmp_path / "pid"
-    code = f"{FORK} open({str(note)!r}, 'w').write(str(child.pid)); print('{{\"ms\": 3}}')"
-    assert run_command(python(code), 300) == {"ms": 3}
-    deadline = time.monotonic() + 60
-    while is_alive(note.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(note.read_text())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(tmp_path, monkeypatch):
+@LINUX
+def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -83,7 +82,7 @@ def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(tmp_path, mon
     monkeypatch.setattr("everygpu.bench.runner.subprocess.Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_command(python("import time; time.sleep(600)"), 60)
-    assert not is_alive(started[0])
+    assert is_dead(started[0])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -93,8 +92,7 @@ def test_a_signal_ends_the_row_too(tmp_path, number, expected):
     code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     def interrupt():
-        while not (note.exists() and note.read_text()):
-            time.sleep(0.01)
+        wait_for(lambda: note.exists() and note.read_text())
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -103,11 +101,8 @@ def test_a_signal_ends_the_row_too(tmp_path, number, expected):
     with pytest.raises(expected):
         run_command(python(code), 60)
     assert signal.getsignal(signal.SIGTERM) is before
-    thread.join()
-    deadline = time.monotonic() + 60  # it has been ended, and may not have been taken note of
-    while is_alive(note.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(note.read_text())
+    thread.join(60)
+    wait_for(lambda: is_dead(note.read_text()))  # it has been ended, and may not have been taken note of
 
 
 def key(way, **changed):

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from everygpu.bench import Batches
 from everygpu.bench.training import Training, compute_loss, find_training, repeat_rows, split_batch
 from everygpu.errors import BenchmarkError, OptionError
-
-OWN = "tests.bench.own:"
+from tests.bench import own
+from tests.bench.measuring import OWN
 
 
 @pytest.mark.parametrize("name", ["tiny", f"{OWN}classifier", f"{OWN}keywords", f"{OWN}positional"])
@@ -36,19 +37,35 @@ def test_a_model_with_everything_to_train_it(name):
         (f"{OWN}NUMBER", "No function 'NUMBER' in tests.bench.own"),
         (f"{OWN}three", r"own:three\(\) returns a tuple of 3\. Return \(model, loss, optimizer, batch\)"),
         (f"{OWN}net", r"own:net\(\) returns a Sequential\."),
-        (f"{OWN}no_module", "returns a int first. Return a torch.nn.Module"),
-        (f"{OWN}no_loss", "returns a str second. Return a loss"),
-        (f"{OWN}no_optimizer", "returns a float third. Return an optimizer"),
-        (f"{OWN}foreign_optimizer", "an optimizer over other parameters"),
-        (f"{OWN}no_rows", "returns a batch without rows"),
-        (f"{OWN}no_batches", "returns a batch without rows"),
-        (f"{OWN}one_without_rows", "returns a batch without rows"),
-        (f"{OWN}unequal_rows", "a batch without rows on axis 0. .* 3 .* 4"),
     ],
 )
 def test_what_cannot_be_used(name, words):
     with pytest.raises(OptionError, match=words):
         find_training(name)
+
+
+NO_ROWS = "returns a batch without rows"
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "words"),
+    [
+        (0, 3, "returns a int first. Return a torch.nn.Module"),
+        (1, "mse", "returns a str second. Return a loss"),
+        (2, 0.1, "returns a float third. Return an optimizer"),
+        (2, own.sgd(own.net()), "an optimizer over other parameters"),
+        (3, "a batch", NO_ROWS),
+        (3, Batches([]), NO_ROWS),
+        (3, Batches([own.classifier()[3], "a batch"]), NO_ROWS),
+        (3, (torch.ones(3, 3), torch.ones(4)), "a batch without rows on axis 0. .* 3 .* 4"),
+    ],
+)
+def test_what_cannot_be_trained(monkeypatch, position, value, words):
+    parts = list(own.classifier())
+    parts[position] = value
+    monkeypatch.setattr(own, "three", lambda: tuple(parts))
+    with pytest.raises(OptionError, match=words):
+        find_training(f"{OWN}three")
 
 
 def test_what_the_function_raises_is_its_own():
