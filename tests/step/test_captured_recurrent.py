@@ -70,12 +70,12 @@ def test_training_is_as_on_one_device(capturing: Devices, name: str, way: str) -
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_and_batches_of_several_lengths(capturing: Devices, way: str) -> None:
     """cuDNN draws a seed for dropout after a generator's state was set, as a proof and each replay do."""
-    used, lengths = capturing(2), (6, 4, 8)
+    used, lengths = capturing(2), (6, 4)
     skip_if_never_captured(used, way)
     net = LanguageModel(nn.LSTM, num_layers=2, dropout=0.5).to(used[0])
-    losses, num = train(net, used, way, 3 * NUM_STEPS, lengths)
+    losses, num = train(net, used, way, 2 * NUM_STEPS, lengths)
     assert num == len(lengths)
-    assert sum(losses[-9:]) < sum(losses[:9])
+    assert sum(losses[-6:]) < sum(losses[:6])
 
 
 @once
