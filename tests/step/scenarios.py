@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,9 +15,6 @@ Devices = Callable[[int], list[torch.device]]
 Step = everygpu.TrainStep
 Scenario = Callable[[Step, list[Tensor]], None]
 """Called with a step after it was captured; appends to the losses."""
-
-once = pytest.mark.parametrize("capturing", ["fused"], indirect=True)
-"""For what doesn't depend on the kind of update."""
 
 X, Y = batches(1, torch.device("cpu"), ignore=False)[0]
 NUM_BEFORE = 6

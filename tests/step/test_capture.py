@@ -17,6 +17,9 @@ Devices = Callable[[int], list[torch.device]]
 
 Batch = tuple[Tensor, Tensor]
 
+once = pytest.mark.parametrize("capturing", ["fused"], indirect=True)
+"""For what doesn't depend on the kind of update."""
+
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
@@ -289,6 +292,7 @@ def test_the_norm_is_that_of_the_parameters_that_take_part(
     check_same(capturing, make=Branching, data=data, num=2, clip_norm=0.1)
 
 
+@once
 @pytest.mark.parametrize("count", [1, 3])
 def test_dropout_draws_the_same_numbers(capturing: Devices, count: int) -> None:
     used = capturing(count)
@@ -304,6 +308,7 @@ def test_dropout_draws_the_same_numbers(capturing: Devices, count: int) -> None:
     assert found[1][1].equal(found[0][1]), "the generators have gone as far"
 
 
+@once
 def test_a_new_seed_counts(capturing: Devices) -> None:
     used = capturing(2)
     x, y = batches(1, used[0])[0]
@@ -354,6 +359,7 @@ def test_schedulers_loaded_weights_and_evaluations_in_between(capturing: Devices
     torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]), rtol=1e-4, atol=1e-5)
 
 
+@once
 def test_batches_of_other_shapes_and_places(capturing: Devices) -> None:
     def data(used: list[torch.device]) -> list[Batch]:
         found = [b for i in range(8) for b in (batches(1, used[0])[0], batches(1, torch.device("cpu"))[0])]
@@ -363,6 +369,7 @@ def test_batches_of_other_shapes_and_places(capturing: Devices) -> None:
     check_same(capturing, data=data, num=3)
 
 
+@once
 def test_capture_while_batches_are_on_their_way(capturing: Devices) -> None:
     used = capturing(4)
     home, rows = torch.device("cpu"), 4096

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
-from tests.step.scenarios import once
 from tests.step.test_capture import (
     OPTIMIZERS,
     Devices,
@@ -22,6 +21,7 @@ from tests.step.test_capture import (
     batches,
     check_same,
     num_graphs,
+    once,
     train,
 )
 

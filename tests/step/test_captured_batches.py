@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import everygpu
 from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
-from tests.step.scenarios import Devices, Step, X, Y, check, make_step, once, train_on
-from tests.step.test_capture import Moving, Net, num_graphs
+from tests.step.scenarios import Devices, Step, X, Y, check, make_step, train_on
+from tests.step.test_capture import Moving, Net, num_graphs, once
 
 
 class Optional(Net):
@@ -100,6 +100,7 @@ def test_nested_inputs_and_such_without_rows(capturing: Devices) -> None:
     check(capturing, scenario, make=Many, first=one)
 
 
+@once
 def test_fewer_rows_than_replicas(capturing: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         step.model.module.norm.eval()
@@ -158,6 +159,7 @@ def test_outputs_that_are_joined(capturing: Devices) -> None:
     check(capturing, train_on, wrapper={"gather": "joined"})
 
 
+@once
 @pytest.mark.parametrize(("make", "rows"), [(Net, (4, 5, 7, 12)), (Moving, (4, 5, 12))])
 def test_kinds_of_batches_in_turn_are_all_captured(capturing: Devices, make: Any, rows: tuple[int, ...]) -> None:
     """Also where forward moves its weights."""

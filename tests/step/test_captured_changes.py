@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 import everygpu
 from everygpu.errors import CallError
-from tests.step.scenarios import Devices, Step, X, Y, adamw, check, make_step, once, train_on
-from tests.step.test_capture import Net, num_graphs
+from tests.step.scenarios import Devices, Step, X, Y, adamw, check, make_step, train_on
+from tests.step.test_capture import Net, num_graphs, once
 
 
 class TwoHeads(Net):
@@ -116,6 +116,7 @@ def test_a_method_that_is_overridden_later_is_no_part_of_the_capture(capturing: 
         step(X, Y)
 
 
+@once
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_what_is_frozen_and_written_after_each_step_is_named(
     capturing: Devices, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_replaced: bool

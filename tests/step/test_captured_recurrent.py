@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import everygpu
 from tests.parallel.cuda_graphs.forwards import num_graphs as num_captured_forwards
 from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
-from tests.step.scenarios import Devices, once
-from tests.step.test_capture import num_graphs
+from tests.step.scenarios import Devices
+from tests.step.test_capture import num_graphs, once
 
 # Where parameters are one after another, they lie in another order than cuDNN's.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
