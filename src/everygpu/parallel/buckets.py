@@ -130,9 +130,6 @@ def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
 
-WORD_BYTES = 8
-"""Kept memory is compared by words of this size, and begins at a multiple of it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
@@ -337,33 +334,6 @@ def _fill_storage(tensors: Sequence[Tensor]) -> bool:
     return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptBucket:
-    """Parameters of one dtype that several devices keep a copy of from one step to the next, in the same layout."""
-
-    plan: BucketPlan
-    params: Mapping[int, Tensor]
-    """The parameters on the primary device, by slot."""
-    flats: list[Tensor]
-    """Flat memory on each device; without the primary's where parameters are not side by side there."""
-    is_flat: bool
-    """Whether they are side by side on the primary device."""
-
-    def memory(self) -> list[Tensor]:
-        """Return each copy's flat memory, the primary's first; copied if its parameters aren't contiguous."""
-        if self.is_flat:
-            return self.flats
-        end = max(slot.start + slot.numel for slot in self.plan.slots)
-        return [flat[:end] for flat in (self._on_primary(), *self.flats)]
-
-    def _on_primary(self) -> Tensor:
-        slot, p = self.plan.slots[0], self.params[self.plan.slots[0].index]
-        is_whole = len(self.params) == 1 and slot.start == 0 and p.stride() == slot.strides
-        if is_whole and p.storage_offset() * p.element_size() % WORD_BYTES == 0:
-            return p.data.as_strided((p.numel(),), (1,))  # uncopied, as it may be large; writes to it aren't counted
-        return self.plan.flatten(self.params, p.device)
-
-
 NOTHING = nullcontext()
 """A context that may be entered again and again: making one takes as long as a small operation."""
 
@@ -513,10 +483,10 @@ class BroadcastBucket:
             if copy is not None:
                 copy.is_valid = False
 
-    def current_copies(self, originals: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat memory of each copy; none where originals were replaced or written since."""
-        copies = [copy for copy in self._copies if copy is not None and copy.is_of(originals)]
-        return [copy.flat for copy in copies] if len(copies) == len(self.devices) else []
+    def current_copies(self, originals: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return each copy; none where originals were replaced or written since."""
+        found = [copy.slots for copy in self._copies if copy is not None and copy.is_of(originals)]
+        return found if len(found) == len(self.devices) else []
 
     def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
         """Add the replicas' gradients on the primary device, through one flat buffer each; None where none has one."""

@@ -14,7 +14,6 @@ from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.buckets import (
     UPDATE_BYTES,
     BucketPlan,
-    KeptBucket,
     fill_views,
     make_twins,
     new_leaves,
@@ -152,19 +151,12 @@ class FlatParameters:
             written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
             self._send([b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)])
 
-    def kept(self) -> list[KeptBucket]:
-        """Return every device's copies, after edits that torch counts were sent; others would be lost by sending."""
+    def copies(self) -> dict[int, list[Tensor]]:
+        """Return each parameter and its copies, by its ``id``, after edits that torch counts were sent; others would be
+        lost by sending.
+        """
         self.follow_counted_edits()
-        params = dict(enumerate(self.params))
-        return [
-            KeptBucket(
-                plan=plan,
-                params={s.index: params[s.index] for s in plan.slots},
-                flats=flats,
-                is_flat=True,
-            )
-            for plan, flats in zip(self.plans, self.values)
-        ]
+        return {id(p): [p, *others] for p, *others in zip(self.params, *self._slots[1:])}
 
     def begin(self) -> None:
         """Start with gradients of zero."""

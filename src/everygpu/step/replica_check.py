@@ -3,27 +3,18 @@
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from everygpu.errors import DivergedError
-from everygpu.parallel.buckets import WORD_BYTES, KeptBucket, plan_buckets
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.step.sharded_update import ShardedUpdate
 
 logger = logging.getLogger("everygpu")
-
-_ADVICE = (
-    "Bits flip in faulty hardware: run everygpu doctor, and look for ECC errors in nvidia-smi -q -d ECC. Where code of "
-    "yours writes parameters through .data, call step.refresh() after it."
-)
-
-T = TypeVar("T")
 
 _LARGE_BYTES, _NUM_ROWS = 2**21, 61
 _LOW = 2**32 - 1
@@ -60,82 +51,56 @@ class ReplicaCheck:
         self._num_updates += 1
         if self._num_updates % self.every == 0:
             with torch.inference_mode(False), torch.no_grad():
-                self.compare()
+                self._compare()
             self._num_at_last = self._num_updates
 
-    def compare(self) -> None:
-        """Compare now; all ranks have to. See ``before_update``."""
-        buckets = [bucket for bucket in self._kept() if any(slot.numel for slot in bucket.plan.slots)]
-        for bucket, digests in zip(buckets, self._digests(bucket.memory() for bucket in buckets)):
-            if len(set(digests)) > 1:
-                self._refuse(bucket)
-
-    def _kept(self) -> list[KeptBucket]:
-        """Return what this process keeps; under ranks that is every parameter, also where it has a single replica."""
-        found = self._strategy.kept()
-        if self._model.rank_model is None:
-            return found
-        known = {id(p) for bucket in found for p in bucket.params.values()}
-        rest = [p for p in self._model.module.parameters() if id(p) not in known and is_dense(p)]
-        params = dict(enumerate(rest))
-        return found + [
-            KeptBucket(plan=plan, params={s.index: params[s.index] for s in plan.slots}, flats=[], is_flat=False)
-            for plan in plan_buckets(rest, 1)
-        ]
-
-    def _digests(self, rows: Iterable[Sequence[Tensor]]) -> list[list[int]]:
-        """Return for each row of copies the digests of all ranks' ones; waits for each device once."""
-        found = [[_digest(memory) for memory in row] for row in rows]
-        devices = dict.fromkeys(digest.device for row in found for digest in row)
-        numbers = {d: iter(torch.stack([t for row in found for t in row if t.device == d]).tolist()) for d in devices}
-        ranks = self._gather([[next(numbers[digest.device]) for digest in row] for row in found])
-        return [list(itertools.chain(*parts)) for parts in zip(*ranks)]
-
-    def _refuse(self, bucket: KeptBucket) -> None:
-        """Raise for the first parameter of a bucket whose copies differ; between parameters, they may."""
-        copies, slots = bucket.memory(), bucket.plan.slots
-        found = self._digests([[m[slot.start : slot.start + slot.numel].clone() for m in copies] for slot in slots])
-        names = _name_copies(self._gather([str(memory.device) for memory in copies]))
-        num_updates = self._num_updates - self._num_at_last
-        for slot, digests in zip(slots, found):
-            usual = Counter(digests).most_common(1)[0][0]
-            odd = [name for name, digest in zip(names, digests) if digest != usual]
+    def _compare(self) -> None:
+        ranks, rows = self._model.rank_model, self._strategy.copies()
+        params = {id(p): (name, p) for name, p in self._model.module.named_parameters()}
+        if ranks is not None:  # every parameter has copies then
+            rows = {**{key: [p] for key, (_, p) in params.items() if is_dense(p)}, **rows}
+        rows = {key: row for key, row in rows.items() if row[0].numel()}
+        digests = _read([_digest(t) for row in rows.values() for t in row])
+        columns = [[[(f"replica {i} ({t.device})", next(digests)) for i, t in enumerate(row)] for row in rows.values()]]
+        if ranks is not None:
+            gathered = enumerate(ranks.group.gather(columns[0]))
+            columns = [[[(f"rank {r}, {name}", x) for name, x in row] for row in column] for r, column in gathered]
+        for (key, (first, *_)), parts in zip(rows.items(), zip(*columns)):
+            copies = list(itertools.chain(*parts))
+            usual = Counter(digest for _, digest in copies).most_common(1)[0][0]
+            odd = [name for name, digest in copies if digest != usual]
             if odd:
-                rest = [name for name in names if name not in odd]
-                raise DivergedError(
-                    f"TrainStep: replicas must have the same parameters, got other bits of "
-                    f"{self._name(bucket.params[slot.index])} in {' and '.join(odd)} than in {' and '.join(rest)}. "
-                    f"Load a checkpoint that is {num_updates} update{'s' * (num_updates > 1)} old or older: the copies "
-                    f"were the same then. {_ADVICE}"
-                )
+                param = params[key][0] if key in params else f"a parameter of shape {tuple(first.shape)}"
+                self._refuse(param, odd, [name for name, digest in copies if digest == usual])
 
-    def _name(self, param: Tensor) -> str:
-        names = (name for name, p in self._model.module.named_parameters() if p is param)
-        return next(names, f"a parameter of shape {tuple(param.shape)}")
-
-    def _gather(self, value: T) -> list[T]:
-        ranks = self._model.rank_model
-        return [value] if ranks is None else ranks.group.gather(value)
+    def _refuse(self, param: str, odd: list[str], rest: list[str]) -> None:
+        age = self._num_updates - self._num_at_last
+        raise DivergedError(
+            f"TrainStep: replicas must have the same parameters, got other bits of {param} in {' and '.join(odd)} than "
+            f"in {' and '.join(rest)}. Load a checkpoint that is {age} update{'s' * (age > 1)} old or older: the "
+            f"copies were the same then. Bits flip in faulty hardware: run everygpu doctor, and look for ECC errors in "
+            f"nvidia-smi -q -d ECC. Where code of yours writes parameters through .data, call step.refresh() after it."
+        )
 
 
-def _digest(memory: Tensor) -> Tensor:
-    """Return a number of flat memory, shape (): any one flipped bit changes it.
+def _read(numbers: list[Tensor]) -> Iterator[int]:
+    """Read numbers from several devices, in order; the host waits for each device once."""
+    devices = dict.fromkeys(x.device for x in numbers)
+    found = {d: iter(torch.stack([x for x in numbers if x.device == d]).tolist()) for d in devices}
+    return (next(found[x.device]) for x in numbers)
+
+
+def _digest(t: Tensor) -> Tensor:
+    """Return a number of a tensor's values, shape (): any one flipped bit changes it.
 
     Large memory is summed first, to 1/61 of its size: what falls on one word lies far apart, at a distance that is no
     power of 2, so faults that flip several bits have other patterns. Then words are changed by a bijection and weighted
     by odd numbers, so that flips of the same bit in two of them don't cancel: high bits have an effect on low ones.
     """
-    data, num_rows = memory.view(torch.uint8), _NUM_ROWS if memory.nbytes > _LARGE_BYTES else 1
-    size = data.numel() // (WORD_BYTES * num_rows) * WORD_BYTES * num_rows
-    rest = F.pad(data[size:], (0, (size - data.numel()) % WORD_BYTES))
+    data, num_rows = t.detach().contiguous().view(-1).view(torch.uint8), _NUM_ROWS if t.nbytes > _LARGE_BYTES else 1
+    data = data if data.storage_offset() % 8 == 0 else data.clone()
+    size = len(data) // (8 * num_rows) * 8 * num_rows
+    rest = F.pad(data[size:], (0, (size - len(data)) % 8))
     words = torch.cat([data[:size].view(torch.int64).view(num_rows, -1).sum(0), rest.view(torch.int64)])
     words ^= (words >> 32) & _LOW
     return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
-
-
-def _name_copies(devices: list[list[str]]) -> list[str]:
-    """Name each copy by its place, given the devices of each rank."""
-    names = [[f"replica {i} ({device})" for i, device in enumerate(row)] for row in devices]
-    if len(devices) == 1:
-        return names[0]
-    return [f"rank {rank}, {name}" for rank, row in enumerate(names) for name in row]

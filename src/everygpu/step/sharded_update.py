@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on
-from everygpu.parallel.buckets import KeptBucket, replica_bucket_bytes, update_bucket_bytes
+from everygpu.parallel.buckets import replica_bucket_bytes, update_bucket_bytes
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replicated
@@ -291,10 +291,10 @@ class ShardedUpdate:
         if self._replicas is not None:
             self._replicas.forget()
 
-    def kept(self) -> list[KeptBucket]:
-        """Return the parameters of which each device keeps a copy from step to step."""
-        frozen = [] if self._replicas is None else self._replicas.kept()
-        return [*self.flat_params.kept(), *frozen]
+    def copies(self) -> dict[int, list[Tensor]]:
+        """Return each parameter, by its ``id``, and the copies of it that devices keep from step to step."""
+        frozen = {} if self._replicas is None else self._replicas.frozen_copies()
+        return frozen | self.flat_params.copies()
 
     def stop_capturing(self) -> None:
         """Continue as a plain loop where possible: no step will be captured. Ranks do so together."""

@@ -17,7 +17,6 @@ from everygpu.keys import compiled_original
 from everygpu.parallel.buckets import (
     REPLICA_BYTES,
     BroadcastBucket,
-    KeptBucket,
     broadcast_tensor,
     group_by_storage,
     group_tensors,
@@ -165,15 +164,14 @@ class ReplicaSet:
             self.forget()
             self._steps.have_come = False
 
-    def kept(self) -> list[KeptBucket]:
-        """Return the frozen parameters, with the copies that replicas keep; without those that are out of date."""
+    def frozen_copies(self) -> dict[int, list[Tensor]]:
+        """Return each frozen parameter and its copies, by its ``id``; alone where these are out of date."""
         self._look_for_steps()
-        found = []
+        found: dict[int, list[Tensor]] = {}
         for members, bucket in self._buckets:
             params = [self._tree.tensors[i] for i in members]
             if self._make_leaves is not None and _is_frozen(params[0]):
-                copies = bucket.current_copies(params)
-                found.append(KeptBucket(plan=bucket.plan, params=dict(enumerate(params)), flats=copies, is_flat=False))
+                found |= {id(p): [p, *copies] for p, *copies in zip(params, *bucket.current_copies(params))}
         return found
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
