@@ -22,7 +22,7 @@ from everygpu.parallel.batch_norm import normalizes_shares
 from everygpu.parallel.buckets import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.call import Call, PerReplica, ScatteredArgs, check_transforms
 from everygpu.parallel.engines import table
-from everygpu.parallel.engines.engine import Engine, EngineContext, may_replay
+from everygpu.parallel.engines.engine import Engine, may_replay
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, apply_once
 from everygpu.parallel.forward_lock import ForwardLock
@@ -234,23 +234,13 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._first_parameter: Callable[[], Tensor | None] = (lambda: None) if first is None else weakref.ref(first)
 
     def _make_engine(self, overrides: Sequence[str]) -> Engine:
-        me = weakref.proxy(self)  # or this would hold itself
-        context = EngineContext(
-            module=lambda: me.module,
-            devices=self.replica_devices,
-            spec=lambda: ScatterSpec(devices=me.replica_devices, dim=me.dim, split=me.split),
-            options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device, me.weight_rule),
-            run=lambda replicas, args, kwargs: me._run_replicas(args, kwargs, replicas=replicas),
-            make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
-            has_ranks=init_group() is not None,
-            bucket_cap_mb=self.bucket_cap_mb,
-        )
-        engine = table.make_engine("threads" if is_sharded(self) or self.num_replicas else self.engine, context)
+        me: Any = weakref.proxy(self)  # or this would hold itself
+        engine = table.make_engine("threads" if is_sharded(self) or self.num_replicas else self.engine, me)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
             self._log_overrides(overrides)
-        return table.make_engine("threads", context)
+        return table.make_engine("threads", me)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
@@ -350,7 +340,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         pad_value: float | None = None,
         replicas: ReplicaSet | None = None,
     ) -> PerReplica:
-        """Return what each replica returned, of our replicas or those given."""
+        """Scatter a call and apply our replicas, or those given, to its shares; return what each returned."""
         args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
         if not args and not kwargs_of:
             args, kwargs_of = ((),), ({},)
@@ -608,6 +598,16 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     def engine_in_use(self) -> str:
         """The engine that replicas run by now: ``"threads"``, ``"capture"`` or ``"compile"``."""
         return self._engine.in_use
+
+    @property
+    def _route(self) -> ScatterSpec:
+        """How batches are cut, and over which devices."""
+        return ScatterSpec(devices=self.replica_devices, dim=self.dim, split=self.split)
+
+    @property
+    def _capture_options(self) -> tuple[Any, ...]:
+        """The options that a capture depends on."""
+        return self.split, self.dim, self.gather_rule, self.buffers_rule, self.output_device, self.weight_rule
 
     @property
     def rank_model(self) -> RankModel | None:

@@ -15,7 +15,6 @@ from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.data_parallel import overridden
-from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
 from everygpu.step.options import autocast
@@ -173,5 +172,4 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
     work = CapturableStep(step, strategy, must=must)
-    route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
-    return Capture(work, "TrainStep", route, must=must, level=level, proves_hooks=True, gives_up=not must)
+    return Capture(work, "TrainStep", model._route, must=must, level=level, proves_hooks=True, gives_up=not must)

@@ -1,6 +1,5 @@
-"""One promise, one table: an engine is chosen by its name, and a new one takes a line."""
+"""One promise, one table: an engine is chosen by its name."""
 
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from everygpu.parallel.call import Call, PerReplica
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.captured import CapturedReplicas
 from everygpu.parallel.engines.compiled import CompiledReplicas
-from everygpu.parallel.engines.engine import Engine, EngineContext
+from everygpu.parallel.engines.engine import Engine, Wrapper
 from everygpu.parallel.engines.threads import Workers
 
 
@@ -44,14 +43,14 @@ class InOrder(Engine):
 
     replays = True
 
-    def __init__(self, context: EngineContext) -> None:
-        self.context = context
+    def __init__(self, wrapper: Wrapper) -> None:
+        self.wrapper = wrapper
         self.watched: list[int] = []
         self.is_closed = False
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
         call = Call(positions=(0,), args=(args,), kwargs=(kwargs,), rows=None, weights=None)
-        return PerReplica([self.context.module()(*args) + 1], call) if len(args[0]) == 1 else None
+        return PerReplica([self.wrapper.module(*args) + 1], call) if len(args[0]) == 1 else None
 
     def run(self, calls: Any, devices: Any, positions: Any = None) -> list[Any]:
         return [module(*args, **kwargs) for module, args, kwargs in calls]
@@ -65,8 +64,8 @@ class InOrder(Engine):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_another_engine_is_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(table, "_MAKERS", MappingProxyType({"in order": InOrder}))
+def test_another_engine_keeps_the_same_promise(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(table, "make_engine", lambda name, wrapper: InOrder(wrapper))
     monkeypatch.setattr(table, "ENGINES", ("in order",))
     net = nn.Linear(3, 2)
     model = everygpu.DataParallel(net, ["cpu"] * count, engine="in order")

@@ -36,7 +36,7 @@ from everygpu.parallel.cuda_graphs.replay import (
 )
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync, why_not_sent
-from everygpu.parallel.engines.engine import EngineContext
+from everygpu.parallel.engines.engine import Wrapper
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import ReplicaLeaves as Twins
@@ -191,13 +191,13 @@ class CapturedForward(Capturable[PerReplica]):
     once, as the forwards before were seen to: where these go backward in several ways, nothing is captured.
 
     Args:
-        context: What the wrapper gives its engine.
+        wrapper: Whose module runs.
         proves: Capture only what Dynamo proves to be the same in a capture.
     """
 
-    def __init__(self, context: EngineContext, *, proves: bool = False) -> None:
-        self._context, self._module = context, context.module
-        self._route = route = context.spec()
+    def __init__(self, wrapper: Wrapper, *, proves: bool = False) -> None:
+        self._wrapper = wrapper
+        route = wrapper._route
         self._devices = route.devices
         self._proves = proves
         self._replicas: ReplicaSet | None = None
@@ -284,17 +284,17 @@ class CapturedForward(Capturable[PerReplica]):
     # ``Capturable``, for ``Capture``.
 
     def roots(self) -> list[nn.Module]:
-        return [self._module()]
+        return [self._wrapper.module]
 
     def state(self) -> Hashable:
         # Dropping captures waits for the GPUs: other streams may not write where earlier ones have yet to read.
-        return self._context.options(), tuple(map(current_stream, self._devices))
+        return self._wrapper._capture_options, tuple(map(current_stream, self._devices))
 
     def others(self) -> list[Any]:
-        return [option for option in self._context.options() if callable(option)]
+        return [option for option in self._wrapper._capture_options if callable(option)]
 
     def unsupported_reason(self) -> str | None:
-        return find_unsupported_tensor(self._module()) or why_not_sent(self._trained(), self._devices)
+        return find_unsupported_tensor(self._wrapper.module) or why_not_sent(self._trained(), self._devices)
 
     def needs_proof(self) -> bool:
         if self._refused is not None:
@@ -304,8 +304,8 @@ class CapturedForward(Capturable[PerReplica]):
     def prepare(self) -> _Prepared:
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.
         fits = self._sync is not None and self._sync.fits(self._trained())
-        if self._replicas is None or self._replicas.module is not self._module() or not fits:
-            self._replicas = self._context.make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
+        if self._replicas is None or self._replicas.module is not self._wrapper.module or not fits:
+            self._replicas = self._wrapper.make_replicas(lambda me=self._me: me._make_twins(), fixed=True)  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more unless by replays
         self._modules = self._replicas.refresh(range(len(self._devices)))
         leaves = [b.leaves() for b in self.sync.groups]
@@ -326,7 +326,7 @@ class CapturedForward(Capturable[PerReplica]):
         used = tuple(i for i in sorted(self._used[len(slots)]) if slots[i].requires_grad)
         num_plain = len(slots)
         slots += [t for x in leaves if isinstance(x, Opaque) for t in x.tensors]
-        check_graph(slots, self.sync.params, prepared.leaves, self._module())
+        check_graph(slots, self.sync.params, prepared.leaves, self._wrapper.module)
         seen = {i: denominator_of(slots[i]) for i in used}
         denominators = {i: total for i, total in seen.items() if total is not None}
         begun = [slots[i] for i in used]
@@ -369,10 +369,10 @@ class CapturedForward(Capturable[PerReplica]):
     # What is captured.
 
     def _trained(self) -> list[Tensor]:
-        return [p for p in self._module().parameters() if p.requires_grad]
+        return [p for p in self._wrapper.module.parameters() if p.requires_grad]
 
     def _make_twins(self) -> Twins:
-        self._sync = ParameterSync(self._trained(), self._devices, replica_bucket_bytes(self._context.bucket_cap_mb))
+        self._sync = ParameterSync(self._trained(), self._devices, replica_bucket_bytes(self._wrapper.bucket_cap_mb))
         return self._sync.twins()
 
     @property
@@ -392,8 +392,8 @@ class CapturedForward(Capturable[PerReplica]):
         for group, row, home in groups:
             group.put_back(row, home)
         at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
-        with in_place_of(self._module(), at_home):
-            outputs = self._context.run(self._replicas, args, kwargs)
+        with in_place_of(self._wrapper.module, at_home):
+            outputs = self._wrapper._run_replicas(args, kwargs, replicas=self._replicas)
         for _, x in tree.leaves(list(outputs), "out"):
             if isinstance(x, Tensor):
                 denominator_of(x)  # what has to be computed for it is captured

@@ -10,7 +10,7 @@ import torch
 from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.cuda_graphs.captured_forward import CapturedForward
-from everygpu.parallel.engines.engine import Engine, EngineContext, ModuleCall, may_replay
+from everygpu.parallel.engines.engine import Engine, ModuleCall, Wrapper, may_replay
 from everygpu.torch_private.compiler import not_compiled
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class CapturedReplicas(Engine):
     """Replays captured forwards, on GPUs that reach each other's memory.
 
     Args:
-        context: What the captures are made from.
+        wrapper: What the captures are made from.
         eager: Runs what isn't captured, and what is, while it is captured: the first step waits for nothing.
         proves: Capture only forwards for which Dynamo proves that a capture does the same, and only while most batches
             have one of a few shapes; else stop capturing, with one log line that says why.
@@ -30,11 +30,11 @@ class CapturedReplicas(Engine):
 
     replays = True
 
-    def __init__(self, context: EngineContext, eager: Engine, *, proves: bool = False) -> None:
+    def __init__(self, wrapper: Wrapper, eager: Engine, *, proves: bool = False) -> None:
         self.captured_forward: CapturedForward | None = None
         self.compiles = eager.compiles
         self._proves = proves
-        self._context = context
+        self._wrapper = wrapper
         self._eager = eager
         self._was_replayed = False
         # Looked at in the first forward: finding out may take a test of the links between GPUs.
@@ -78,7 +78,7 @@ class CapturedReplicas(Engine):
         if not self._proves or not self.replays:
             return
         self._has_looked, self.replays, self.captured_forward = True, False, None
-        if len(self._context.devices) > 1:
+        if len(self._wrapper.replica_devices) > 1:
             logger.warning(
                 "DataParallel: replicas run in threads, slower than one process per GPU. Not captured: %s. Change that "
                 "or start the script by everygpu run --processes auto; in a notebook, by everygpu.launch.",
@@ -100,9 +100,8 @@ class CapturedReplicas(Engine):
         return run()
 
     def _look(self) -> None:
-        context = self._context
-        if reach_each_other(context.devices):
-            self.captured_forward = CapturedForward(context, proves=self._proves)
+        if reach_each_other(self._wrapper.replica_devices):
+            self.captured_forward = CapturedForward(self._wrapper, proves=self._proves)
         elif self._proves:
             self.stop_capturing("captures need GPUs that reach each other's memory")
         else:

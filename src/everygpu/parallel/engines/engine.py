@@ -1,7 +1,6 @@
 """What an engine promises, and what it is made from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,30 +13,30 @@ from everygpu.parallel.scatter.split import ScatterSpec
 ModuleCall = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 """A module with its positional and keyword arguments."""
 
-RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], PerReplica]
-"""Runs replicas on a call's arguments, and returns what they returned."""
 
+class Wrapper(Protocol):
+    """What an engine knows of the ``DataParallel`` that has it, to which it holds a weak reference only."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineContext:
-    """What an engine is made from. Its functions hold no reference to the wrapper, which holds the engine."""
-
-    module: Callable[[], nn.Module]
-    """Gives the module to run now."""
-    devices: tuple[torch.device, ...]
-    """One per replica."""
-    spec: Callable[[], ScatterSpec]
-    """Gives how batches are cut from now on."""
-    options: Callable[[], tuple[Any, ...]]
-    """Gives the wrapper's options that a capture depends on."""
-    run: RunOn
-    """Scatters a call, and applies replicas to the shards."""
-    make_replicas: Callable[[Callable[[], ReplicaLeaves] | None], ReplicaSet]
-    """Makes replicas whose parameters are leaves, or connected to the module's."""
-    has_ranks: bool
-    """Whether gradients are all-reduced, by hooks on parameters."""
+    module: nn.Module
+    replica_devices: tuple[torch.device, ...]
     bucket_cap_mb: float | None
-    """Size at which a group of parameters is closed, in MiB; None for the defaults."""
+
+    @property
+    def rank_model(self) -> Any: ...
+
+    @property
+    def _route(self) -> ScatterSpec: ...
+
+    @property
+    def _capture_options(self) -> tuple[Any, ...]: ...
+
+    def _run_replicas(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, replicas: ReplicaSet | None = None
+    ) -> PerReplica: ...
+
+    def make_replicas(
+        self, make_leaves: Callable[[], ReplicaLeaves] | None = None, *, fixed: bool = False
+    ) -> ReplicaSet: ...
 
 
 class Engine(Protocol):
