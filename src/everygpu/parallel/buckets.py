@@ -453,10 +453,6 @@ class BroadcastBucket:
         self._by_tree = by_tree
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Return copies of the tensors of now for some of ``devices``; see ``refresh_all``."""
-        return self.refresh_all(originals, replicas)[-len(replicas) :] if replicas else []
-
-    def refresh_all(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return copies of the tensors of now for some of ``devices``; before these, where gradients are added up by a
         tree, what ``device`` has in place of originals that take some.
 

@@ -109,24 +109,18 @@ class ModuleWrapper(nn.Module):
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer of the module."""
-        if self._has_own(name):
-            super().register_buffer(name, tensor, persistent)
-        else:
-            unwrap(self).register_buffer(name, tensor, persistent)
+        owner: Any = super() if self._has_own(name) else unwrap(self)
+        owner.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter of the module."""
-        if self._has_own(name):
-            super().register_parameter(name, param)
-        else:
-            unwrap(self).register_parameter(name, param)
+        owner: Any = super() if self._has_own(name) else unwrap(self)
+        owner.register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add a submodule to the module; so does ``register_module``."""
-        if self._has_own(name):
-            super().add_module(name, module)
-        else:
-            unwrap(self).add_module(name, module)
+        owner: Any = super() if self._has_own(name) else unwrap(self)
+        owner.add_module(name, module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in self._transient}

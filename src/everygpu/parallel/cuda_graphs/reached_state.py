@@ -186,12 +186,12 @@ class ReachedState:
         elif kind is types.MethodType:
             self._left += [(place, value.__func__), (place, value.__self__)]
         elif issubclass(kind, functools.partial):
-            self._watch(place, _Elements(_parts_of, value))
+            self._watch(place, _View(lambda: (value.func, value.keywords, *value.args)))
             self._left += [(place, part) for part in (value.func, *value.args, value.keywords, vars(value))]
         elif issubclass(kind, weakref.ref):
             self._refs.append((place, value))
         elif kind is ContextVar:
-            self._watch(f"context variable {value.name}", _Read(functools.partial(value_in_context, value)))
+            self._watch(f"context variable {value.name}", _View(lambda: (value_in_context(value),)))
             self._left.append((value.name, value_in_context(value)))
         elif issubclass(kind, np.ndarray):
             self._open_array(place, value)
@@ -223,7 +223,7 @@ class ReachedState:
 
     def _open_array(self, place: str, value: Any) -> None:
         if value.dtype.hasobject:
-            self._watch(place, _Elements(_flatten, value))
+            self._watch(place, _View(lambda: value.flat))
             self._facts.append(lambda: value.shape)
             self._left += [(place, x) for x in value.flat]
         elif self._may_compare(place, value.nbytes):
@@ -251,7 +251,7 @@ class ReachedState:
         attributes: Any = vars(value)
         named = sorted((self._code.names | {"forward"}) & attributes.keys())
         if _is_library(value.__module__):  # Dynamo changes Module.__init__ when it compiles for the first time
-            self._watch(value.__qualname__, _Names(attributes, named))
+            self._watch(value.__qualname__, _named(attributes, named))
         else:
             fill_lazily(value)
             self._watch(value.__qualname__, attributes.values(), attributes.keys())
@@ -270,7 +270,7 @@ class ReachedState:
             self._facts.append(lambda: len(attributes))  # there may be others that are asked for
 
     def _watch_names(self, place: str, scope: dict[str, Any], inside: Iterable[str], names: Iterable[str]) -> None:
-        self._watch(place, _Names(scope, sorted(names)))
+        self._watch(place, _named(scope, sorted(names)))
         self._left += [(f"{place}.{name}", scope[name]) for name in inside]
 
     def _open_container(self, place: str, value: Any) -> None:
@@ -286,7 +286,7 @@ class ReachedState:
             if hasattr(value, "default_factory"):
                 self._left.append((place, value.default_factory))
         else:
-            self._watch(place, value if type(value) is kind else _Elements(kind.__iter__, value))
+            self._watch(place, value if type(value) is kind else _View(lambda: kind.__iter__(value)))
             self._left += [(place, x) for x in kind.__iter__(value)]
         if type(value) not in (*_CONTAINERS, types.MappingProxyType):
             self._open_object(place, value)
@@ -313,7 +313,7 @@ class ReachedState:
             self._left += [(f"{place}.{name}", v) for name, v in attributes.items()]
         slots = _slots_of(kind)
         if slots:
-            view = _Slots(value, slots)
+            view = _View(lambda: (_in_slot(value, slot) for slot in slots), [slot.__name__ for slot in slots])
             self._watch(place, view)
             self._left += [(f"{place}.{slot.__name__}", v) for slot, v in zip(slots, view)]
 
@@ -331,64 +331,31 @@ class ReachedState:
             value = ref()
             if value is not None and id(value) not in self._seen and id(value) not in self._known:
                 self._cannot_see(place, "is a weak reference to an object that may be gone at the next step")
-            self._facts.append(functools.partial(_is_dead, ref))
+            self._facts.append(functools.partial(lambda ref: ref() is None, ref))
 
 
-class _Names:
-    """Some entries of a table; ``MISSING`` for those that aren't there."""
+class _View:
+    """Values that are read anew each time, which have ``names``, if any; ``MISSING`` for those that aren't there."""
 
-    def __init__(self, scope: Mapping[str, Any], names: Sequence[str]) -> None:
-        self._scope, self.names = scope, names
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._scope.get, self.names, itertools.repeat(MISSING))
-
-
-class _Slots:
-    """What an object has in its slots."""
-
-    def __init__(self, owner: Any, slots: "Sequence[types.MemberDescriptorType]") -> None:
-        self._owner, self._slots = owner, slots
-        self.names = [slot.__name__ for slot in slots]
+    def __init__(self, read: Callable[[], Iterable[Any]], names: Sequence[Any] = ()) -> None:
+        self._read, self.names = read, names
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.names) or sum(1 for _ in self._read())
 
     def __iter__(self) -> Iterator[Any]:
-        for slot in self._slots:
-            try:
-                yield slot.__get__(self._owner)
-            except AttributeError:
-                yield MISSING
+        return iter(self._read())
 
 
-class _Elements:
-    """A container of a class that may iterate in a way of its own."""
-
-    def __init__(self, iterate: Callable[[Any], Iterable[Any]], value: Any) -> None:
-        self._iterate, self._value = iterate, value
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._iterate(self._value))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._iterate(self._value))
+def _named(scope: Mapping[str, Any], names: Sequence[str]) -> _View:
+    return _View(lambda: map(scope.get, names, itertools.repeat(MISSING)), names)
 
 
-class _Read:
-    """One value, read each time."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self._read()
+def _in_slot(value: Any, slot: "types.MemberDescriptorType") -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return MISSING
 
 
 _read_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -407,18 +374,6 @@ def _is_same_value(a: Any, b: Any) -> bool:
     if kind is tuple:
         return len(a) == len(b) and all(map(_is_same_value, a, b))
     return kind in PLAIN and bool(bits_of(a) == bits_of(b))
-
-
-def _flatten(value: Any) -> Any:
-    return value.flat
-
-
-def _parts_of(value: "functools.partial[Any]") -> tuple[Any, ...]:
-    return value.func, value.keywords, *value.args
-
-
-def _is_dead(ref: "weakref.ref[Any]") -> bool:
-    return ref() is None
 
 
 def _layout_of(t: Tensor) -> tuple[Any, ...]:

@@ -4,9 +4,8 @@ import contextvars
 import threading
 import traceback
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,45 +31,16 @@ NUM_WATCHED = 3
 """Calls of a kind in which a module is watched for tensors that it makes without a device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Modes:
-    """A thread's grad and inference mode, and its autocast; another thread can enter them."""
-
-    records_grads: bool
-    is_inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """Kinds of devices it is on for."""
-    caches_casts: bool
-
-    @classmethod
-    def now(cls, devices: Sequence[torch.device]) -> "Modes":
-        """Return the calling thread's settings that matter on these devices."""
-        kinds = dict.fromkeys(["cpu", *(d.type for d in devices)])
-        return cls(
-            records_grads=torch.is_grad_enabled(),
-            is_inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
-            caches_casts=torch.is_autocast_cache_enabled(),
-        )
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.is_inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.records_grads))
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches_casts))
-            yield
-
-
 class ThreadState:
     """The calling thread's state: grad and inference mode, autocast, function modes, saved-tensor hooks,
     context variables and current streams.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
-        self._modes = Modes.now(devices)
+        self._records_grads, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        kinds = dict.fromkeys(["cpu", *(d.type for d in devices)])
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._caches_casts = torch.is_autocast_cache_enabled()
         self._function_modes = function_modes()
         hooks = top_saved_tensor_hooks()
         self.counts_saved_tensors = hooks is not None and hooks[0].__module__ != torch.autograd.graph.__name__
@@ -110,7 +80,11 @@ class ThreadState:
         def call() -> T:
             with ExitStack() as stack:
                 enter = stack.enter_context
-                enter(self._modes.entered())
+                if self._is_inference:
+                    enter(torch.inference_mode())
+                enter(torch.set_grad_enabled(self._records_grads))
+                for kind, dtype in self._autocast:
+                    enter(torch.autocast(kind, dtype, cache_enabled=self._caches_casts))
                 enter(self._packing())
                 for outer in self._function_modes:
                     enter(_pushed(_for_device(outer, device)))

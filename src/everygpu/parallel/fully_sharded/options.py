@@ -6,10 +6,10 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
@@ -245,11 +245,6 @@ def check_groups(module: nn.Module, groups: Groups) -> None:
                     )
 
 
-class _Kept(NamedTuple):
-    name: str
-    parameter: "weakref.ref[Tensor]"
-
-
 class OldParameters:
     """The parameters that a model had before it was sharded, which others have replaced.
 
@@ -257,12 +252,14 @@ class OldParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._kept = [_Kept(name, weakref.ref(p)) for name, p in module.named_parameters()]
+        self._params = [(name, weakref.ref(p)) for name, p in module.named_parameters()]
 
     def check(self) -> None:
         """Raise an OptimizerError where an optimizer still has one."""
-        alive = {id(p): kept.name for kept in self._kept if (p := kept.parameter()) is not None}
-        for optimizer in _optimizers() if alive else ():
+        alive = {id(p): name for name, ref in self._params if (p := ref()) is not None}
+        # By type: isinstance asks objects for ``__class__``, and some load modules then.
+        objects: list[Any] = gc.get_objects() if alive else []
+        for optimizer in (x for x in objects if issubclass(type(x), Optimizer)):
             for group in optimizer.param_groups:
                 name = next((alive[id(p)] for p in group["params"] if id(p) in alive), None)
                 if name is not None:
@@ -271,11 +268,6 @@ class OldParameters:
                         f"train nothing: {name} and the others have new parameters now. Make the optimizer from "
                         f"model.parameters() after DataParallel(model, shard=...)."
                     )
-
-
-def _optimizers() -> Iterator[Any]:
-    # By type: isinstance asks objects for ``__class__``, and some load modules then.
-    return (found for found in gc.get_objects() if issubclass(type(found), Optimizer))
 
 
 @functools.cache

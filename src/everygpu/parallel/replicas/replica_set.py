@@ -268,7 +268,7 @@ class ReplicaSet:
                 rows[r + 1][i] = copies[r]
         for k, (members, bucket) in enumerate(self._buckets):
             originals, is_shared = [tensors[i] for i in members], self._num_together and k < self._num_shared
-            found = bucket.refresh_all(originals, [d - 1 for d in places if d] if is_shared else replicas)
+            found = bucket.refresh(originals, [d - 1 for d in places if d] if is_shared else replicas)
             if is_shared:
                 heads = found if len(found) == len(places) else [originals, *found]
                 self._spread(members, heads, positions, rows, bucket)
