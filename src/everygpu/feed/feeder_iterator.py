@@ -26,9 +26,9 @@ from everygpu.feed.order import ResumableOrder
 from everygpu.feed.rank_rows import RankRows, is_data_loader
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known, spans
-from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
+from everygpu.parallel.scatter.row_count import plan_batch, shares_of
 from everygpu.parallel.scatter.scatter import cut_rows
-from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
+from everygpu.parallel.scatter.split import Replicated, ScatterSpec
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 from everygpu.ranks.lockstep import Lockstep
 from everygpu.torch_private.core import LoaderIterator, remove_worker_pids
@@ -39,10 +39,7 @@ class SentBatch:
 
     def __init__(self, batch: Any, route: ScatterSpec) -> None:
         self._route = route
-        self._plan: SplitPlan | None = None
-        if len(route.devices) > 1:
-            num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
-            self._plan = None if num_rows is None else plan_split(num_rows, len(route.devices), route.split)
+        self._plan = plan_batch([("batch", batch)], route)
         # Containers of our own: a loader may change its list or dict for the next batch before this one is unpacked.
         self._structure = tree.map_leaves(lambda leaf: leaf, batch, open_batch)
         self._copies: list[Tensor] = []
@@ -58,7 +55,7 @@ class SentBatch:
 
     def _send(self, leaf: Any) -> Callable[[], Any]:
         """Return what makes the value that the consumer gets of a leaf, once its copies have come."""
-        home, plan = self._route.devices[0], self._plan
+        home = self._route.devices[0]
         if isinstance(leaf, Replicated):
             return self._send_replicated(leaf)
         known = batch_type(leaf)
@@ -68,21 +65,19 @@ class SentBatch:
             return lambda: move_tree(leaf, home)
         if isinstance(leaf, ShardedBatch) or not isinstance(leaf, Tensor):
             return lambda: leaf
-        if plan is not None and plan.active != (0,) and tree.has_dims(leaf):
-            if has_entry_per_device(leaf, plan.num_rows, len(self._route.devices), self._route.dim):
-                plan = SplitPlan((1,) * len(self._route.devices))
-            return self._send_rows(leaf, plan)
+        if (shares := shares_of(leaf, self._plan, self._route)) is not None:
+            return self._send_rows(leaf, *zip(*shares))
         if comm.as_plain(leaf) is not leaf:
             return lambda: move_tree(leaf, home)
         whole = self._note(upload(leaf, home))
         return lambda: _like(whole, leaf)
 
-    def _send_rows(self, x: Tensor, plan: SplitPlan) -> Callable[[], Any]:
-        devices, dim = self._route.devices, self._route.dim
-        rows = cut_rows(comm.as_plain(x).detach(), [plan.rows[i] for i in plan.active], dim)
+    def _send_rows(self, x: Tensor, sizes: Sequence[int], devices: Sequence[torch.device]) -> Callable[[], Any]:
+        home, dim = self._route.devices[0], self._route.dim
+        rows = cut_rows(comm.as_plain(x).detach(), sizes, dim)
         # .data, for a version counter of its own: on CPU replicas this is the loader's memory, not a copy.
-        parts = [self._note(upload(part, devices[i]).data) for i, part in zip(plan.active, rows)]
-        return lambda: _like(shard_batch(parts, devices[0], dim), x)
+        parts = [self._note(upload(part, d).data) for part, d in zip(rows, devices)]
+        return lambda: _like(shard_batch(parts, home, dim), x)
 
     def _send_items(self, items: Any) -> Callable[[], Any]:
         """Send what is in a list of rows to the devices of their replicas."""

@@ -1,9 +1,7 @@
 """A batch at fixed addresses, for work that is captured once and run on many batches."""
 
-import itertools
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from everygpu.comm import upload
 from everygpu.parallel.cuda_graphs.reached_state import PLAIN, bits_of
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.scatter.batch_types import batch_type
-from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device, name_arguments
-from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
-from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
+from everygpu.parallel.scatter.row_count import name_arguments, plan_batch, shares_of
+from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan
+from everygpu.parallel.sharded.batch import ShardedBatch, is_split_as, shard_batch
 from everygpu.torch_private.core import SUPPORTED_NODES, without_torch_function
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
@@ -61,15 +59,21 @@ class StaticBatch:
         self._structure = tree.map_leaves(lambda _: object(), batch)
         leaves = leaves_of(batch)
         self._places = _places(leaves)
-        self._slots = {i: self._make_slot(leaves[i][1]) for i in dict.fromkeys(self._places)}
+        self._memory: dict[int, list[Tensor]] = {}
+        """For each leaf that comes first."""
+        self._read: dict[int, Callable[[], Any]] = {}
+        for i in dict.fromkeys(self._places):
+            leaf = leaves[i][1]
+            self._memory[i] = [torch.empty_like(t, device=d) for t, d in self._sources(leaf)]
+            self._read[i] = self._reader(leaf, self._memory[i])
 
     @torch.no_grad()
     def write(self, batch: Batch, found: BatchLeaves | None = None) -> None:
         """Copy a batch here, on the current streams; from the host on streams of their own, which these wait for."""
         leaves = leaves_of(batch) if found is None else found
         arriving: list[tuple[Tensor, Tensor]] = []
-        for i, slot in self._slots.items():
-            for target, source in zip(slot.tensors, slot.sources(leaves[i][1])):
+        for i, memory in self._memory.items():
+            for target, (source, _) in zip(memory, self._sources(leaves[i][1])):
                 if source.device.type == "cpu" and target.device.type == "cuda":
                     arriving.append((target, upload.upload(source, target.device)))
                 else:
@@ -80,7 +84,7 @@ class StaticBatch:
 
     def tensors(self) -> list[Tensor]:
         """List the memory."""
-        return [t for slot in self._slots.values() for t in slot.tensors]
+        return [t for memory in self._memory.values() for t in memory]
 
     def versions(self) -> list[int]:
         """Return how often torch has counted a write to each tensor."""
@@ -88,72 +92,45 @@ class StaticBatch:
 
     def read(self) -> Batch:
         """Return the batch in this memory, for use on the current streams."""
-        values = {i: slot.read() for i, slot in self._slots.items()}
+        values = {i: read() for i, read in self._read.items()}
         places = iter(self._places)
         made: Batch = tree.map_leaves(lambda _: values[next(places)], self._structure)
         return made
 
-    def _make_slot(self, leaf: Any) -> "_Slot":
-        home = self._route.devices[0]
+    def _sources(self, leaf: Any) -> list[tuple[Tensor, torch.device]]:
+        """List a leaf's tensors, each with the device it goes to."""
+        route = self._route
         if isinstance(leaf, Replicated):
-            return self._make_copies(leaf)
+            copies = zip(self._copies_of(leaf), route.devices)
+            return [(x.detach(), d) for copy, d in copies for _, x in tree.leaves(copy, "") if isinstance(x, Tensor)]
         if not isinstance(leaf, Tensor):
-            return _Slot(tensors=[], sources=lambda _: [], read=lambda: leaf)
-        shares = None if self._plan is None else _shares(leaf, self._plan, self._route)
-        if shares is not None:
-            return self._make_parts(leaf, shares)
-        whole = torch.empty_like(leaf.detach(), device=home)
-        return _Slot(tensors=[whole], sources=lambda x: [x.detach()], read=whole.detach)
+            return []
+        shares = shares_of(leaf, self._plan, route)
+        if shares is None:
+            return [(leaf.detach(), route.devices[0])]
+        sizes, devices = zip(*shares)
+        if isinstance(leaf, ShardedBatch):
+            return list(zip(leaf._parts, devices))  # without the graph that ``shards`` is connected to
+        return list(zip(leaf.detach().split_with_sizes(sizes, route.dim), devices))
 
-    def _make_parts(self, leaf: Tensor, shares: "_Shares") -> "_Slot":
-        dim = self._route.dim
+    def _reader(self, leaf: Any, memory: Sequence[Tensor]) -> Callable[[], Any]:
+        """Return what makes a leaf of the values in its memory."""
+        if isinstance(leaf, Replicated):
+            each = iter(memory)
+            copies = [
+                tree.map_leaves(lambda x: next(each) if isinstance(x, Tensor) else x, copy)
+                for copy in self._copies_of(leaf)
+            ]
+            return lambda: Replicated(copies[0], copies=copies)
+        if not isinstance(leaf, Tensor):
+            return lambda: leaf
+        if shares_of(leaf, self._plan, self._route) is None:
+            return memory[0].detach
+        return lambda: shard_batch([t.detach() for t in memory], self._route.devices[0], self._route.dim)
 
-        def cut(x: Any) -> Sequence[Tensor]:
-            if isinstance(x, ShardedBatch):
-                return x._parts  # without the graph that ``shards`` is connected to
-            starts = itertools.accumulate(shares.sizes, initial=0)
-            return [x.detach().narrow(dim, start, size) for start, size in zip(starts, shares.sizes)]
-
-        devices = shares.devices
-        parts = [torch.empty_like(part, device=d) for part, d in zip(cut(leaf), devices)]
-        home = self._route.devices[0]
-        return _Slot(
-            tensors=parts, sources=cut, read=lambda: shard_batch([p.detach() for p in parts], home, dim)
-        )  # fmt: skip
-
-    def _make_copies(self, leaf: Replicated) -> "_Slot":
+    def _copies_of(self, marked: Replicated) -> list[Any]:
         devices = self._route.devices
-
-        def copies_of(marked: Replicated) -> list[Any]:
-            return marked.copies_on(devices, range(len(devices))) or [marked.value] * len(devices)
-
-        def sources(marked: Replicated) -> Sequence[Tensor]:
-            return [x.detach() for value in copies_of(marked) for _, x in tree.leaves(value, "") if _is_tensor(x)]
-
-        copies = [
-            tree.map_leaves(lambda x, d=d: torch.empty_like(x.detach(), device=d) if _is_tensor(x) else x, value)  # type: ignore[misc]
-            for d, value in zip(devices, copies_of(leaf))
-        ]
-        tensors = [x for value in copies for _, x in tree.leaves(value, "") if _is_tensor(x)]
-        return _Slot(tensors=tensors, sources=sources, read=lambda: Replicated(copies[0], copies=copies))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """Memory for one leaf of a batch."""
-
-    tensors: list[Tensor]
-    sources: Callable[[Any], Sequence[Tensor]]
-    """From the leaf of another batch to what goes into each tensor."""
-    read: Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shares:
-    """How a tensor is spread."""
-
-    sizes: tuple[int, ...]
-    devices: tuple[torch.device, ...]
+        return marked.copies_on(devices, range(len(devices))) or [marked.value] * len(devices)
 
 
 def _places(leaves: BatchLeaves) -> tuple[int, ...]:
@@ -190,11 +167,8 @@ def _own_state(value: Any, opened: tree.Container) -> tuple[Any, ...]:
 
 
 def _plan(batch: Batch, route: ScatterSpec) -> SplitPlan | None:
-    if len(route.devices) == 1:
-        return None
     args, kwargs, _ = batch
-    rows = find_rows(name_arguments(args, kwargs), route.dim, len(route.devices))
-    return None if rows is None else plan_split(rows, len(route.devices), route.split)
+    return plan_batch(name_arguments(args, kwargs), route)
 
 
 def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) -> Any:
@@ -230,31 +204,7 @@ def _describe_plain(path: str, value: Any) -> Any:
 
 
 def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: ScatterSpec) -> Any:
-    shares = None if plan is None else _shares(leaf, plan, route)
-    is_fit = (
-        shares is not None
-        and has_shards(leaf)
-        and leaf.shard_dim == route.dim % leaf.ndim
-        and leaf._layout.sizes == shares.sizes
-        and leaf._layout.devices == shares.devices
-    )
-    if not is_fit:
+    shares = shares_of(leaf, plan, route)
+    if shares is None or not is_split_as(leaf, [n for n, _ in shares], [d for _, d in shares], route.dim):
         raise NotStatic(f"{path} is laid out over the devices in another way than the model's inputs")
     return leaf.shape, leaf.dtype, leaf.stride()
-
-
-def _shares(leaf: Tensor, plan: SplitPlan, route: ScatterSpec) -> _Shares | None:
-    """Return how a tensor with rows, or with an entry per device, is spread; None for one that stays whole."""
-    is_deep = leaf.ndim > 0 and -leaf.ndim <= route.dim < leaf.ndim
-    if not is_deep or len(plan.active) == 1:
-        return None
-    if leaf.shape[route.dim] == plan.num_rows:
-        sizes, devices = [plan.rows[i] for i in plan.active], [route.devices[i] for i in plan.active]
-        return _Shares(sizes=tuple(sizes), devices=tuple(devices))
-    if has_entry_per_device(leaf, plan.num_rows, len(route.devices), route.dim):
-        return _Shares(sizes=(1,) * len(route.devices), devices=route.devices)
-    return None
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)

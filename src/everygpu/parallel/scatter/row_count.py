@@ -12,6 +12,7 @@ from everygpu import tree
 from everygpu.errors import SplitError
 from everygpu.once import Once
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch
+from everygpu.parallel.scatter.split import ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch
 
 logger = logging.getLogger("everygpu")
@@ -116,6 +117,23 @@ def has_entry_per_device(leaf: Any, num_rows: int, num_devices: int, dim: int) -
     in a batch with another number of rows.
     """
     return num_rows != num_devices and _is_entry_per_device(leaf, num_devices, dim)
+
+
+def plan_batch(named: Named, route: ScatterSpec) -> SplitPlan | None:
+    """Plan how the rows of a batch are split; None where it stays whole."""
+    num_devices = len(route.devices)
+    rows = find_rows(named, route.dim, num_devices) if num_devices > 1 else None
+    return None if rows is None else plan_split(rows, num_devices, route.split)
+
+
+def shares_of(x: Tensor, plan: SplitPlan | None, route: ScatterSpec) -> list[tuple[int, torch.device]] | None:
+    """Return the size of each part of a tensor and the device it goes to; None for one that stays whole."""
+    if plan is None or len(plan.active) == 1 or not -x.ndim <= route.dim < x.ndim:
+        return None
+    if x.shape[route.dim] == plan.num_rows:
+        return [(plan.rows[i], route.devices[i]) for i in plan.active]
+    has_entries = has_entry_per_device(x, plan.num_rows, len(route.devices), route.dim)
+    return [(1, d) for d in route.devices] if has_entries else None
 
 
 def _is_entry_per_device(leaf: Any, num_devices: int, dim: int) -> bool:

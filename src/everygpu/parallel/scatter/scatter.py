@@ -30,7 +30,7 @@ from everygpu.parallel.scatter.row_count import (
     warn_of_lists,
 )
 from everygpu.parallel.scatter.split import Replicated, Split, plan_split
-from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
+from everygpu.parallel.sharded.batch import ShardedBatch, is_split_as, was_joined
 from everygpu.parallel.sharded.layout import RowWeights
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -161,7 +161,7 @@ class _Cutter:
             return [x[(slice(None),) * (self.dim % x.ndim) + (places[i],)] for i in wanted]
         if isinstance(x, ShardedBatch):
             devices = self.devices if len(wanted) == len(rows) else self.all_devices
-            if self._fits(x, devices, rows):
+            if is_split_as(x, rows, devices, self.dim):
                 shards = self._reuse(x)
                 return [shards[i] for i in wanted]
         is_there = x.device == self.devices[0]
@@ -177,12 +177,6 @@ class _Cutter:
         if is_there and len(wanted) == len(rows) > 1 and x.layout is torch.strided and not isinstance(x, ShardedBatch):
             self.lent.append(Lent(x, shares, self.dim))
         return shares
-
-    def _fits(self, x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int]) -> bool:
-        """Whether a batch is split as the call is, so that nothing moves."""
-        layout = x._layout
-        is_same_kind = layout.devices == tuple(devices) and layout.sizes == tuple(rows)
-        return is_same_kind and x.shard_dim == self.dim % x.ndim and has_shards(x)
 
     def _reuse(self, x: ShardedBatch) -> list[Tensor]:
         """Return the shards themselves: a replica that writes into its input writes into the batch, as on one device.

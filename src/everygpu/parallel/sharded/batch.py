@@ -194,6 +194,13 @@ def has_shards(x: ShardedBatch) -> bool:
     return not x._memory.is_joined
 
 
+def is_split_as(x: ShardedBatch, sizes: Sequence[int], devices: Sequence[torch.device], dim: int) -> bool:
+    """Whether the parts are current, of these sizes and on these devices, so that nothing has to move."""
+    layout = x._layout
+    is_same = layout.sizes == tuple(sizes) and layout.devices == tuple(devices)
+    return is_same and x.shard_dim == dim % x.ndim and has_shards(x)
+
+
 def has_parts(x: ShardedBatch) -> bool:
     """Whether ``parts_of`` can return parts that keep the layout."""
     return x._layout.weights is not None or not x._memory.is_joined
