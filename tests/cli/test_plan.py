@@ -10,7 +10,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from everygpu.cli import main
-from everygpu.parallel.fully_sharded.plan import plan_memory
+from everygpu.cli.memory_plan import plan_memory
 from tests.parallel.fully_sharded.training import VOCABULARY, Net
 
 FILE = """

@@ -36,7 +36,7 @@ def plan_model(build: str, num_gpus: int, memory: str, precision: str) -> None:
         make = find_function(build)
         import torch
 
-        from everygpu.parallel.fully_sharded.plan import plan_memory
+        from everygpu.cli.memory_plan import plan_memory
 
         with torch.device("meta"):
             found = make()

@@ -31,7 +31,7 @@ class AnyBucket(Protocol):
     """Parameters that are still without a gradient of the backward that is running."""
     is_sent: bool
 
-    def send(self, group: Group) -> None:
+    def start_reduction(self, group: Group) -> None:
         """Start its all-reduce."""
 
 
@@ -68,13 +68,13 @@ class BucketQueue:
         if bucket.num_left == 0 and not self._is_late:
             left = self._remaining()
             while left and left[-1].num_left == 0:
-                left.pop().send(self._group)
+                left.pop().start_reduction(self._group)
 
     def send_rest(self) -> None:
         """Send those that are left, whole or not."""
         left = self._remaining()
         while left:
-            left.pop().send(self._group)
+            left.pop().start_reduction(self._group)
 
     def _remaining(self) -> list[AnyBucket]:
         if self._left is None:
@@ -88,8 +88,7 @@ class GradBucket:
     def __init__(self, params: Sequence[Tensor], plan: BucketPlan) -> None:
         self._plan = plan
         self.params = [params[slot.index] for slot in plan.slots]
-        self._places = [(slot.shape, slot.strides, slot.start) for slot in plan.slots]
-        self._places.append((torch.Size([len(plan.slots)]), (1,), plan.numel))
+        self._places = (*plan.places, (torch.Size([len(plan.slots)]), (1,), plan.numel))
         self._all_there: Tensor | None = None
         self.begin()
 
@@ -105,7 +104,7 @@ class GradBucket:
         """Of the gradients that were sent, where one is missing or sparse."""
         self._wait: Callable[[], None] | None = None
 
-    def send(self, group: Group) -> None:
+    def start_reduction(self, group: Group) -> None:
         """Start the all-reduce of the parameters' gradients."""
         grads = [p.grad for p in self.params]
         is_whole = all(g is not None and g.layout is torch.strided for g in grads)
@@ -118,7 +117,7 @@ class GradBucket:
                 self._all_there = torch.ones(len(grads), dtype=whole.dtype, device=device)
             foreach_copy_(self._views, [*grads, self._all_there])  # type: ignore[list-item]
         else:
-            fill_views(self._views, list(map(_to_strided, grads)))
+            fill_views(self._views, [g if g is None or g.layout is torch.strided else g.to_dense() for g in grads])
             self.flags = self._views[-1]
             self.flags.copy_(torch.tensor(list(map(_kind, grads))), non_blocking=True)
         self.is_sent = True
@@ -165,10 +164,6 @@ def finish(buckets: Sequence[GradBucket]) -> None:
 def _kind(grad: Tensor | None) -> float:
     """Return the flag of a gradient; reduced over ranks it says whether one has it, and whether it is sparse."""
     return 0.0 if grad is None else _STRIDED if grad.layout is torch.strided else _SPARSE
-
-
-def _to_strided(grad: Tensor | None) -> Tensor | None:
-    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 class BucketedGrads:
@@ -255,13 +250,13 @@ class SummedGrads(BucketedGrads):
         try:
             with noting_task(queue, loss):
                 yield
-            self._end(queue)
+            self._finish(queue)
         finally:
             self._queue = None
 
     def add_up(self) -> None:
         """All-reduce the gradients; a parameter with gradients only on other ranks gets theirs."""
-        self._end(self._begin())
+        self._finish(self._begin())
 
     def _begin(self) -> BucketQueue:
         for bucket in self.buckets:
@@ -269,7 +264,7 @@ class SummedGrads(BucketedGrads):
         return BucketQueue(self.group, lambda: self.buckets, None)
 
     @torch.no_grad()
-    def _end(self, queue: BucketQueue) -> None:
+    def _finish(self, queue: BucketQueue) -> None:
         queue.send_rest()
         finish(self.buckets)
 
@@ -427,7 +422,7 @@ class Reducer:
         """Return the backward that is running, which will call back when it ends."""
         if self._running is None:
             self._running = Backward(self.group, {n: self._models.get(n) for n in self._numbers})
-            end = self._end
+            end = self._finalize_backward
             # A backward that fails lets go of what it was to call.
             me = weakref.proxy(self)
             self._awaited = weakref.ref(end, lambda _: me._forget())
@@ -438,11 +433,11 @@ class Reducer:
         self._running = self._awaited = None
 
     @torch.no_grad()
-    def _end(self) -> None:
+    def _finalize_backward(self) -> None:
         running = self._running
         self._forget()
         if running is not None:
-            running.end()
+            running.finalize()
 
 
 class Backward:
@@ -470,7 +465,7 @@ class Backward:
         self._reached.add(model.number)
         self._queue.on_grad(bucket)
 
-    def end(self) -> None:
+    def finalize(self) -> None:
         """Average what is in the gradients of all models that any rank has reached."""
         self._queue.send_rest()
         buckets = list(self._early())

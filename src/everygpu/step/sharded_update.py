@@ -41,7 +41,7 @@ class FlatBucket:
         self.event: torch.cuda.Event | None = None
         self.wait: Callable[[], None] | None = None
 
-    def send(self, group: Group) -> None:
+    def start_reduction(self, group: Group) -> None:
         """Start its all-reduce; while a step is captured, note when it may start."""
         self.is_sent = True
         if is_capturing():

@@ -40,9 +40,7 @@ class Need:
         return self.parameters + self.gradients + self.states + self.whole + self.activations
 
 
-def plan_memory(
-    model: nn.Module, run: Callable[[nn.Module], Any] | None, num_gpus: int, precision: str, wrap: Any = None
-) -> list[Need]:
+def plan_memory(model: nn.Module, run: Callable[[nn.Module], Any] | None, num_gpus: int, precision: str) -> list[Need]:
     """Count what each way to train a model takes of a GPU, from all of it on each to the least.
 
     Args:
@@ -51,15 +49,14 @@ def plan_memory(
             activations out.
         num_gpus: In all.
         precision: ``"fp32"`` or ``"bf16"``.
-        wrap: As for ``DataParallel``.
     Source:
         FSDP2, which has two groups whole at once, as the next is fetched early, and one group's gradients, twice: as
         backward makes them, and as they are summed. The root's group, and what comes after the blocks, stay whole.
     """
-    groups = find_groups(model, wrap)
+    groups = find_groups(model)
     dtype = PRECISIONS[precision]
     size = 4 if dtype is None else dtype.itemsize
-    kept, again = (0, 0) if run is None else _activations(model, wrap, run, dtype)
+    kept, again = (0, 0) if run is None else _activations(model, run, dtype)
     rest = num_parameters(model) - sum(map(num_parameters, groups.blocks))
     largest = max([rest, *map(num_parameters, groups)])
     moving = 2 * largest * size + largest * (size + 4)
@@ -88,13 +85,11 @@ def plan_memory(
     return found
 
 
-def _activations(
-    model: nn.Module, wrap: Any, run: Callable[[nn.Module], Any], dtype: torch.dtype | None
-) -> tuple[int, int]:
+def _activations(model: nn.Module, run: Callable[[nn.Module], Any], dtype: torch.dtype | None) -> tuple[int, int]:
     """Count what is saved for backward; and what is where blocks keep their inputs, and one is computed again."""
     model = copy.deepcopy(model) if dtype is None else copy.deepcopy(model).to(dtype)
     saved = _Saved(model)
-    for block in find_groups(model, wrap).blocks:
+    for block in find_groups(model).blocks:
         block.register_forward_pre_hook(saved.enter, with_kwargs=True)
         block.register_forward_hook(saved.leave)
     if dtype is not None:
