@@ -291,7 +291,9 @@ def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     places = [dict(zip(node.accessors, node.children)) for node in containers]
     if any(place.keys() != places[0].keys() for place in places):
         advice = _IS_LIST if type(first) is list else _SAME_KIND
-        raise _structure_error(path, [_describe_places(first, list(place)) for place in places], advice)
+        kind = type(first).__name__
+        found = [f"{kind} of {len(place)} ({', '.join(list(place)[:8])})" for place in places]
+        raise _structure_error(path, found, advice)
     joined = [_join([place[a] for place in places], joiner, path + a) for a in containers[0].accessors]
     return containers[0].rebuild(joined)
 
@@ -391,7 +393,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "None" if value is None else type(value).__name__
-
-
-def _describe_places(value: Any, accessors: list[str]) -> str:
-    return f"{type(value).__name__} of {len(accessors)} ({', '.join(accessors[:8])})"

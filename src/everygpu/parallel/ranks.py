@@ -119,16 +119,11 @@ class WeightedForward:
                 self._factor = self._own * self._group.size / self._total
         return self._factor
 
-    def multiply(self, grad: Tensor) -> Tensor:
-        """Weight a gradient; that of a rank whose rows count nothing, whose mean is nan, becomes zero."""
-        return self._scale(grad, self.factor())
-
-    def divide(self, grad: Tensor) -> Tensor:
-        """Undo ``multiply``."""
-        return self._scale(grad, 1 / self.factor())
-
-    def _scale(self, grad: Tensor, factor: Tensor) -> Tensor:
-        factor = comm.copy(factor, grad.device)
+    def weight(self, grad: Tensor, *, enters: bool) -> Tensor:
+        """Weight a gradient that enters the forward, or undo that where it leaves; that of a rank whose rows count
+        nothing, whose mean is nan, becomes zero.
+        """
+        factor = comm.copy(self.factor() if enters else 1 / self.factor(), grad.device)
         if grad.dtype in _HALF and grad.layout is torch.strided:  # in one kernel, whose factor isn't rounded
             scaled = torch.mul(grad, factor.float().view([1] * grad.ndim), out=torch.empty_like(grad))
         else:
@@ -137,14 +132,14 @@ class WeightedForward:
 
     def enter(self, inputs: Any) -> Any:
         """Return a forward's inputs; those that take gradients get them as they are outside."""
-        return self._map(lambda x: _Enter.apply(x, self), inputs)  # type: ignore[no-untyped-call]
+        return self._map(lambda x: _Boundary.apply(x, None, self), inputs)  # type: ignore[no-untyped-call]
 
     def leave(self, output: Any) -> Any:
         """Return a forward's output, through which gradients come in weighted."""
         return self._map(self._leave, output)
 
     def _leave(self, x: Tensor) -> Tensor:
-        found: Tensor = _Leave.apply(x, self._anchor.leaf, self)  # type: ignore[no-untyped-call]
+        found: Tensor = _Boundary.apply(x, self._anchor.leaf, self)  # type: ignore[no-untyped-call]
         total = denominator_of(x) if x.numel() == 1 else None
         if total is not None:
             note_denominator(found, total)
@@ -167,38 +162,25 @@ class WeightedForward:
         return tree.map_leaves(change_leaf, values)
 
 
-class _Enter(torch.autograd.Function):
-    """What a forward is given; an alias, whose gradients leave the forward."""
+class _Boundary(torch.autograd.Function):
+    """An alias of what a forward is given, whose gradients leave the forward, or of what it returned, with the anchor,
+    whose gradients enter it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: WeightedForward) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, forward: WeightedForward) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.weighted = forward
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        if grad is None:
-            return None, None
-        if ctx.weighted.accumulates():
-            return ctx.weighted.divide(grad), None
-        return ctx.weighted.leave(grad) if torch.is_grad_enabled() else grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """What a forward returned; an alias, whose gradients enter the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, forward: WeightedForward) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.weighted = forward
+        ctx.weighted, ctx.is_output = forward, anchor is not None
         return x.detach()  # unlike a view, which torch lets nobody write to; writes count for both
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if ctx.weighted.accumulates():
-            return None if grad is None else ctx.weighted.multiply(grad), None, None
-        return ctx.weighted.enter(grad) if grad is not None and torch.is_grad_enabled() else grad, None, None
+        weighted, enters = ctx.weighted, ctx.is_output
+        if weighted.accumulates():
+            return None if grad is None else weighted.weight(grad, enters=enters), None, None
+        if grad is None or not torch.is_grad_enabled():
+            return grad, None, None
+        return (weighted.enter if enters else weighted.leave)(grad), None, None
 
 
 def _per_shard(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

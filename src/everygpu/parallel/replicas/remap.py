@@ -48,7 +48,7 @@ def is_constant(value: Any) -> bool:
 class Remap:
     """Finds what takes the place of a value.
 
-    Objects of other classes than those that ``open_rebuildable`` and ``open_callable`` know are shared, as in
+    Objects of other classes than those that ``open_value`` knows are shared, as in
     nn.DataParallel; so are lists and dicts that functions refer to, which hooks fill and forwards read settings from.
 
     Args:
@@ -81,13 +81,10 @@ class Remap:
             return self._copy(value) if copies and self._copy is not None else value
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        opened = open_callable(value)
-        is_referent = is_referent or opened is not None
-        if opened is None and not (is_referent and isinstance(value, (list, dict, set, deque))):
-            opened = open_rebuildable(value)
+        opened = open_value(value, is_referent=is_referent)
         if opened is None:
             return value
-        parts = [self.of(part, is_referent=is_referent) for part in opened.children]
+        parts = [self.of(part, is_referent=is_referent or opened.is_callable) for part in opened.children]
         if all(map(operator.is_, parts, opened.children)) and not (copies and opened.is_mutable):
             return value
         return opened.rebuild(parts)
@@ -156,10 +153,18 @@ class Opened:
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes a copy that has as many others."""
     is_mutable: bool = False
+    is_callable: bool = False
 
 
-def open_rebuildable(value: Any) -> Opened | None:
-    """Open a container of a plain class; None for anything else, also a list or dict of a user's own class."""
+def open_value(value: Any, *, is_referent: bool) -> Opened | None:
+    """Open what replicas have copies of: what can be called, and containers of plain classes, but none that can change
+    and that a function refers to; None for anything else, also a list or dict of a user's own class.
+    """
+    opened = open_callable(value) or _open_container(value)
+    return None if opened is not None and opened.is_mutable and is_referent else opened
+
+
+def _open_container(value: Any) -> Opened | None:
     kind = type(value)
     if kind in (list, set, deque):
         rebuild: Callable[[Any], Any] = functools.partial(deque, maxlen=value.maxlen) if kind is deque else kind
@@ -177,14 +182,15 @@ def open_callable(value: Any) -> Opened | None:
     """Open a bound method, a partial, a function or a weak reference; None for anything else."""
     kind = type(value)
     if kind is types.FunctionType:
-        return Opened(children=tuple(_referents(value)), rebuild=lambda _: value)
+        return Opened(children=tuple(_referents(value)), rebuild=lambda _: value, is_callable=True)
     if kind is types.MethodType:
-        return Opened(children=(value.__func__, value.__self__), rebuild=lambda new: types.MethodType(*new))
+        children = value.__func__, value.__self__
+        return Opened(children=children, rebuild=lambda new: types.MethodType(*new), is_callable=True)
     if kind is functools.partial:
         children = (value.func, *value.args, *value.keywords.values(), *vars(value).values())
-        return Opened(children=children, rebuild=functools.partial(_new_partial, value))
+        return Opened(children=children, rebuild=functools.partial(_new_partial, value), is_callable=True)
     if kind is weakref.ref:
-        return Opened(children=(value(),), rebuild=lambda new: weakref.ref(new[0]))
+        return Opened(children=(value(),), rebuild=lambda new: weakref.ref(new[0]), is_callable=True)
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.replicas.remap import CONSTANTS, TABLES, is_constant, open_callable, open_rebuildable
+from everygpu.parallel.replicas.remap import CONSTANTS, TABLES, is_constant, open_callable, open_value
 
 STATE_DICT_HOOKS = (
     "_state_dict_hooks",
@@ -160,18 +160,16 @@ class Search:
         if isinstance(value, weakref.ref):
             referent = value()
             return referent is None or id(referent) in self._known or not isinstance(referent, Tensor)
-        opened, is_callable = open_callable(value), True
+        opened = open_value(value, is_referent=is_referent)
         if opened is None:
-            opened, is_callable = open_rebuildable(value), False
-            if opened is None or (is_referent and opened.is_mutable):
-                return True
-        if is_callable:
+            return True
+        if opened.is_callable:
             self.functions.append(value)
         elif opened.is_mutable:
             self.containers.append(value)
         # Constants are left out first: a vocabulary has a hundred thousand.
         rest = [part for part in opened.children if type(part) not in CONSTANTS]
-        return all(self._search(part, is_referent=is_referent or is_callable) for part in rest)
+        return all(self._search(part, is_referent=is_referent or opened.is_callable) for part in rest)
 
 
 def _referents(function: Any) -> tuple[Any, ...]:
