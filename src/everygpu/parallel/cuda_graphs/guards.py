@@ -185,14 +185,11 @@ def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False, others: 
     tables = [table for table in HOOKS if not are_proven or table not in FORWARD_HOOKS]
     if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
         return "there are hooks on all modules, which a capture wouldn't call"
-    for root in (*roots, None):
-        for name, m in (("", m) for m in others) if root is None else root.named_modules():
-            if any(getattr(m, table, None) for table in tables):
-                return f"module {name or type(m).__name__!r} has hooks, which a capture wouldn't call"
-        for name, p in () if root is None else root.named_parameters():
-            if has_hooks(p):
-                return f"parameter {name} has hooks, which a capture wouldn't call"
-    return None
+    for name, m in (*(pair for root in roots for pair in root.named_modules()), *(("", m) for m in others)):
+        if any(getattr(m, table, None) for table in tables):
+            return f"module {name or type(m).__name__!r} has hooks, which a capture wouldn't call"
+    hooked = next((name for root in roots for name, p in root.named_parameters() if has_hooks(p)), None)
+    return None if hooked is None else f"parameter {hooked} has hooks, which a capture wouldn't call"
 
 
 def values_of(function: Any) -> list[Any]:

@@ -138,10 +138,6 @@ def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
         return
     for device in devices:
         if device.type == "cuda":
-            _run_smallest(device)
-
-
-def _run_smallest(device: torch.device) -> None:
-    layer = nn.RNN(1, 1, num_layers=2, dropout=0.5, device=device)
-    with torch.no_grad(), torch.autocast("cuda", enabled=False):
-        layer(torch.zeros(1, 1, 1, device=device))
+            smallest = nn.RNN(1, 1, num_layers=2, dropout=0.5, device=device)
+            with torch.no_grad(), torch.autocast("cuda", enabled=False):
+                smallest(torch.zeros(1, 1, 1, device=device))

@@ -174,7 +174,7 @@ class Workers(Engine):
         except BaseException:  # Ctrl-C while waiting: no replica may still run in the next call
             scheduler.stop()
             with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
-                wait([thread.submit(_nothing) for thread in self._threads])
+                wait([thread.submit(lambda: None) for thread in self._threads])
             raise
         return take_values(outcomes, list(zip(names, devices, calls)))
 
@@ -206,10 +206,6 @@ def _load_linear_algebra() -> None:
     Source: https://github.com/pytorch/pytorch/issues/90613
     """
     torch.linalg.inv(torch.ones((1, 1), device="cuda"))
-
-
-def _nothing() -> None:
-    """Run after what a thread is doing."""
 
 
 def _call(scheduler: ReplicaScheduler, index: int, call: ModuleCall, device: torch.device, position: int) -> Any:

@@ -61,7 +61,7 @@ def find_groups(model: nn.Module, wrap: Sequence[type[nn.Module]] | None = None)
         others = list(_large_children(model, set(blocks), total // (4 if blocks else _LEAST) or 1))
     blocks, others = list(dict.fromkeys(blocks)), list(dict.fromkeys(others))  # one may be in a list many times
     shared = _shared_parameters(model, [*blocks, *others])
-    blocks, others = ([m for m in part if not _has_any(m, shared)] for part in (blocks, others))
+    blocks, others = ([m for m in part if shared.isdisjoint(map(id, m.parameters()))] for part in (blocks, others))
     return Groups(tuple(blocks), tuple(others))
 
 
@@ -84,15 +84,12 @@ def _blocks_in_lists(module: nn.Module) -> Iterator[nn.Module]:
     listed = module._modules.values() if is_list else ()  # each as often as it is called, where children() has it once
     counts = Counter(type(child) for child in listed if child is not None and num_parameters(child))
     for child in module.children():
-        found = list(_blocks_in_lists(child)) if counts[type(child)] < 2 or _is_list(child) else []
+        is_open = counts[type(child)] < 2 or type(child) in (nn.ModuleList, nn.Sequential)
+        found = list(_blocks_in_lists(child)) if is_open else []
         if found:
             yield from found
         elif counts[type(child)] > 1 and not isinstance(child, _CONTAINERS):
             yield child
-
-
-def _is_list(module: nn.Module) -> bool:
-    return type(module) in (nn.ModuleList, nn.Sequential)
 
 
 def _large_children(module: nn.Module, blocks: set[nn.Module], least: int) -> Iterator[nn.Module]:
@@ -117,10 +114,6 @@ def _shared_parameters(model: nn.Module, groups: Sequence[nn.Module]) -> set[int
         for p in module.parameters(recurse=False):
             owners.setdefault(id(p), set()).add(group_of.get(id(module), -1))
     return {key for key, found in owners.items() if len(found) > 1}
-
-
-def _has_any(module: nn.Module, parameters: set[int]) -> bool:
-    return any(id(p) in parameters for p in module.parameters())
 
 
 LEVELS = ("parameters", "gradients", "optimizer")
@@ -216,9 +209,10 @@ def check_tensors(module: nn.Module) -> None:
                 _refuse(f"parameter {stem}{name} is of shape (), which has no rows to shard", "Make it of shape (1,)")
             if p.is_sparse or (isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse):
                 _refuse(f"{stem}{name} has sparse gradients", "Pass sparse=False")
-        persistent = {key.rpartition(".")[2] for key in child.state_dict(keep_vars=True)} if _has_meta(child) else set()
-        for name, buffer in child.named_buffers(recurse=False):
-            if buffer.is_meta and name not in persistent:
+        buffers = [name for name, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
+        saved = {key.rpartition(".")[2] for key in child.state_dict(keep_vars=True)} if buffers else set()
+        for name in buffers:
+            if name not in saved:
                 _refuse(
                     f"buffer {stem}{name} is on the meta device and in no checkpoint, so nothing could fill it",
                     f"Make {path or 'the model'} again outside of torch.device('meta'), and put it in its place",
@@ -286,10 +280,6 @@ def refuse_steps() -> None:
             )
 
     register_optimizer_step_pre_hook(check)
-
-
-def _has_meta(module: nn.Module) -> bool:
-    return any(buffer.is_meta for buffer in module.buffers(recurse=False))
 
 
 def _refuse(what: str, todo: str) -> NoReturn:

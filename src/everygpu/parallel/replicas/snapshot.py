@@ -3,7 +3,7 @@
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ STATE_DICT_HOOKS = (
 """No forward reads these; torch's weight_norm has such a hook, and so have many libraries' layers."""
 
 _chain = itertools.chain.from_iterable
-_values = operator.methodcaller("values")  # of a subclass in its own order, as OrderedDict's
 
 
 class Snapshot:
@@ -104,14 +103,13 @@ class Contents:
 
     def __init__(self, containers: list[Any], functions: list[Any], modules: list[nn.Module]) -> None:
         self.parts = containers, functions, modules
-        self._dicts = list(map(vars, modules))
-        self._kinds = list(map(type, modules))
+        self._dicts, self._kinds = list(map(vars, modules)), list(map(type, modules))
         self._empty = [c for c in containers if not c]  # as most of a module's hooks are
-        self._names = list(_chain(self._dicts))
-        self._tables = [c for c in containers if c and isinstance(c, dict)]
-        self._sequences = [c for c in containers if c and not isinstance(c, dict)]
-        self._lengths = list(map(len, self._filled()))
-        self._items = list(self._present())
+        filled = [c for c in containers if c]
+        tables = [*self._dicts, *(c for c in filled if isinstance(c, dict))]
+        self._views = [view for table in tables for view in (table.values(), table.keys())]
+        self._views += [c for c in filled if not isinstance(c, dict)]
+        self._lengths, self._items = list(map(len, self._views)), list(_chain(self._views))
         self._referents = list(map(_referents, functions))
 
     def is_same(self) -> bool:
@@ -119,20 +117,12 @@ class Contents:
         _, functions, modules = self.parts
         return (
             not any(self._empty)
-            and list(map(len, self._filled())) == self._lengths
-            and list(_chain(self._dicts)) == self._names
-            and all(map(operator.is_, self._present(), self._items))
+            and list(map(len, self._views)) == self._lengths
+            and all(map(operator.is_, _chain(self._views), self._items))
             and all(map(operator.is_, map(vars, modules), self._dicts))
             and list(map(type, modules)) == self._kinds
             and all(map(_is_same, map(_referents, functions), self._referents))
         )
-
-    def _filled(self) -> Iterator[Any]:
-        return itertools.chain(self._dicts, self._tables, self._sequences)
-
-    def _present(self) -> Iterator[Any]:
-        values = map(_values, itertools.chain(self._dicts, self._tables))
-        return itertools.chain(_chain(values), _chain(self._tables), _chain(self._sequences))
 
 
 class Search:

@@ -259,19 +259,11 @@ def _are_rows(items: Sequence[Any]) -> bool:
     return all(found is not None and found.is_row for found in known)
 
 
-def _join_items(parts: Sequence[Any]) -> Any:
-    return type(parts[0])(item for part in parts for item in part)
-
-
-def _move_items(items: Any, device: torch.device) -> Any:
-    return type(items)(move_tree(item, device) for item in items)
-
-
 ROWS = BatchType(
     count=len,
     split=lambda items, rows: [type(items)(items[part]) for part in spans(rows)],
-    join=_join_items,
-    move=_move_items,
+    join=lambda parts: type(parts[0])(item for part in parts for item in part),
+    move=lambda items, device: type(items)(move_tree(item, device) for item in items),
 )
 """``Rows``, and lists of objects that are each a row."""
 
@@ -345,10 +337,6 @@ def _split_nested(batch: Tensor, rows: Sequence[int]) -> list[Tensor]:
     return [_nest(parts[part], batch.layout) for part in spans(rows)]
 
 
-def _join_nested(batches: Sequence[Tensor]) -> Tensor:
-    return _nest([row for batch in batches for row in batch.unbind()], batches[0].layout)
-
-
 def _nest(rows: Sequence[Tensor], layout: torch.layout) -> Tensor:
     nested: Tensor = torch.nested.as_nested_tensor(list(rows), layout=layout)
     return nested
@@ -365,25 +353,27 @@ def _split_graphs(batch: Any, rows: Sequence[int]) -> list[Any]:
     return [_batch_graphs(graphs[part], batch) for part in spans(rows)]
 
 
-def _join_graphs(batches: Sequence[Any]) -> Any:
-    return _batch_graphs([graph for batch in batches for graph in batch.to_data_list()], batches[0])
-
-
 def _batch_graphs(graphs: list[Any], like: Any) -> Any:
     keys = like.keys()
     followed = [key[: -len("_batch")] for key in keys if key.endswith("_batch") and key[: -len("_batch")] in keys]
     return sys.modules["torch_geometric.data"].Batch.from_data_list(graphs, follow_batch=followed)
 
 
-def _count_tensordict(batch: Any) -> int | None:
-    return batch.batch_size[0] if len(batch.batch_size) else None
-
-
 PACKED = BatchType(count=lambda x: int(x.batch_sizes[0]), split=_split_packed, join=_join_packed, move=_move_packed)
-NESTED = BatchType(count=lambda x: x.size(0), split=_split_nested, join=_join_nested, move=_move_nested)
-_GRAPHS = BatchType(count=lambda x: x.num_graphs, split=_split_graphs, join=_join_graphs, move=move_by_method)
+NESTED = BatchType(
+    count=lambda x: x.size(0),
+    split=_split_nested,
+    join=lambda parts: _nest([row for part in parts for row in part.unbind()], parts[0].layout),
+    move=_move_nested,
+)
+_GRAPHS = BatchType(
+    count=lambda x: x.num_graphs,
+    split=_split_graphs,
+    join=lambda parts: _batch_graphs([graph for part in parts for graph in part.to_data_list()], parts[0]),
+    move=move_by_method,
+)
 _TENSORDICT = BatchType(
-    count=_count_tensordict,
+    count=lambda x: x.batch_size[0] if len(x.batch_size) else None,
     split=lambda x, rows: x.split(list(rows), 0),
     join=lambda parts: torch.cat(list(parts), 0),
     move=move_by_method,

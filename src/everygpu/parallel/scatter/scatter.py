@@ -171,7 +171,10 @@ class _Cutter:
             parts = parts if len(wanted) == len(rows) else [parts[i] for i in wanted]
             is_upload = not is_there and x.device.type == "cpu" and self.devices[0].type == "cuda"
             if is_upload and x.layout is torch.strided and not x.requires_grad:
-                return _upload(parts, self.devices)
+                # On each device's copy stream, while the compute streams continue.
+                uploads = [upload.upload(part, device) for part, device in zip(parts, self.devices)]
+                upload.receive(uploads, upload.mark(self.devices))
+                return uploads
             # Each its own memory: views of one tensor would share its version counter and history.
             shares = [comm.copy(part, d, fresh=len(rows) > 1) for part, d in zip(parts, self.devices)]
         if is_there and len(wanted) == len(rows) > 1 and x.layout is torch.strided and not isinstance(x, ShardedBatch):
@@ -217,13 +220,6 @@ def cut_rows(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
         return parts
     formats = [f for f in _FORMATS if x.is_contiguous(memory_format=f)]
     return [part.contiguous(memory_format=f) for part in parts for f in formats[:1]] or parts
-
-
-def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy host memory to each device on its copy stream, while the compute streams continue."""
-    uploads = [upload.upload(part, device) for part, device in zip(parts, devices)]
-    upload.receive(uploads, upload.mark(devices))
-    return uploads
 
 
 class Lent:

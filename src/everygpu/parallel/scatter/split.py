@@ -44,8 +44,8 @@ class Replicated:
         if self._copies is None or self._copies[0] is not self.value or max(positions) >= len(self._copies):
             return None
         found = [self._copies[position] for position in positions]
-        places = zip(found, devices)
-        return found if all(_is_on(copy, device) for copy, device in places) else None
+        leaves = ((leaf, d) for copy, d in zip(found, devices) for _, leaf in tree.leaves(copy, ""))
+        return found if all(leaf.device == d for leaf, d in leaves if isinstance(leaf, Tensor)) else None
 
     def __repr__(self) -> str:
         return f"Replicated({self.value!r})"
@@ -108,10 +108,6 @@ def resolve_split(split: Split, devices: Sequence[torch.device]) -> Split:
         check_split(split, len(devices))
         return split
     return (measure_shares(devices) if len(devices) > 1 else None) or "even"
-
-
-def _is_on(value: Any, device: torch.device) -> bool:
-    return all(leaf.device == device for _, leaf in tree.leaves(value, "") if isinstance(leaf, Tensor))
 
 
 def _check_weights(split: Any, num_devices: int, names: str) -> Sequence[float]:
