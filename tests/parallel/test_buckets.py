@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.comm.streams import Streams
 from everygpu.errors import OptionError
 from everygpu.parallel.buckets import (
     ALIGNMENT_BYTES,
@@ -20,7 +21,6 @@ from everygpu.parallel.buckets import (
     REPLICA_BYTES,
     UPDATE_BYTES,
     BroadcastBucket,
-    Streams,
     broadcast_tensor,
     plan_buckets,
     replica_bucket_bytes,

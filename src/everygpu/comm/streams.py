@@ -3,9 +3,12 @@
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+
+NOTHING = nullcontext()
+"""A context that may be entered again and again: making one takes as long as a small operation."""
 
 _making = threading.RLock()
 
@@ -57,3 +60,25 @@ def queueing_on_each(devices: Sequence[torch.device], streams: Sequence[torch.cu
         for device, stream in reversed(list(zip(devices, streams))):
             stack.enter_context(queueing_on(device, stream))
         yield
+
+
+class Streams:
+    """The streams of a forward, made current again in its backward.
+
+    Autograd restores only the stream of the device whose thread runs a node; a node that touches several
+    devices needs all of them.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        cuda = dict.fromkeys([d for d in devices if d.type == "cuda"])
+        self._streams = [torch.cuda.current_stream(d) for d in cuda]
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make them current within."""
+        others = [s for s in self._streams if torch.cuda.current_stream(s.device) != s] if self._streams else []
+        if not others:
+            return NOTHING
+        stack = ExitStack()
+        for stream in others:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from everygpu import comm
+from everygpu.comm.streams import Streams
 from everygpu.errors import CallError, CaptureError, ModuleError, ReplicaError
-from everygpu.parallel.buckets import Streams
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
 from everygpu.ranks.group import Group, group_of_forward
 from everygpu.torch_private.core import BatchNorm, backward_id

@@ -4,7 +4,6 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.comm.streams import Streams
 from everygpu.errors import OptionError
 from everygpu.torch_private.core import are_batched, foreach_copy_, make_subclass
 
@@ -74,11 +74,6 @@ def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
     if pairs:
         with torch.no_grad():
             foreach_copy_([view for view, _ in pairs], [t for _, t in pairs])
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether memory is the same bit by bit, nan and the sign of zero included."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def version_of(t: Tensor) -> int:
@@ -334,10 +329,6 @@ def _fill_storage(tensors: Sequence[Tensor]) -> bool:
     return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
 
 
-NOTHING = nullcontext()
-"""A context that may be entered again and again: making one takes as long as a small operation."""
-
-
 def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Give every device a copy, the first ``x`` itself if it is there; gradients are summed in their order."""
     with keep_requires_grad(x):
@@ -370,28 +361,6 @@ class _Copies(torch.autograd.Function):
         present = [g for g in grads if g is not None]
         with ctx.streams.current():
             return (sum_on(present, ctx.home) if present else None), None
-
-
-class Streams:
-    """The streams of a forward, made current again in its backward.
-
-    Autograd restores only the stream of the device whose thread runs a node; a node that touches several
-    devices needs all of them.
-    """
-
-    def __init__(self, *devices: torch.device) -> None:
-        cuda = dict.fromkeys([d for d in devices if d.type == "cuda"])
-        self._streams = [torch.cuda.current_stream(d) for d in cuda]
-
-    def current(self) -> AbstractContextManager[object]:
-        """Make them current within."""
-        others = [s for s in self._streams if torch.cuda.current_stream(s.device) != s] if self._streams else []
-        if not others:
-            return NOTHING
-        stack = ExitStack()
-        for stream in others:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
 
 
 def sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -531,6 +500,8 @@ class BroadcastBucket:
         if self._trusts_versions:
             replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(originals)]
         if replicas:
+            # Flattened on the primary's current stream; the copies are queued on the current streams of both devices, so
+            # a replica's forward comes after them, and later writes to the originals after that.
             targets = [self._memory_for(i, originals) for i in replicas]
             comm.broadcast(self.plan.flatten(dict(enumerate(originals)), self.device), targets)
             for copy in [c for i in replicas if self._keeps and (c := self._copies[i]) is not None]:

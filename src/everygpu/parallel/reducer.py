@@ -66,6 +66,8 @@ class BucketQueue:
         if backward_id() != self.task:
             self._is_late = True
         if bucket.num_left == 0 and not self._is_late:
+            # A bucket that is whole early waits for those before it: ranks' backwards finish buckets in different
+            # orders, and a communicator pairs the n-th reduction of one rank with the n-th of another.
             left = self._remaining()
             while left and left[-1].num_left == 0:
                 left.pop().start_reduction(self._group)
@@ -82,7 +84,7 @@ class BucketQueue:
         return self._left
 
 
-class GradBucket:
+class ReduceBucket:
     """Gradients that travel together, before a flag for each parameter: whether it has one."""
 
     def __init__(self, params: Sequence[Tensor], plan: BucketPlan) -> None:
@@ -121,6 +123,8 @@ class GradBucket:
             self.flags = self._views[-1]
             self.flags.copy_(torch.tensor(list(map(_kind, grads))), non_blocking=True)
         self.is_sent = True
+        # On GPUs the communicator's stream waits for the current one, which has filled the memory; ``wait`` has the
+        # current one wait for the sum. The host waits for neither.
         self._wait = group.all_reduce(whole, is_mean=self._is_mean)
 
     def wait(self) -> bool:
@@ -152,7 +156,7 @@ class GradBucket:
             foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
 
-def finish(buckets: Sequence[GradBucket]) -> None:
+def finish(buckets: Sequence[ReduceBucket]) -> None:
     """Wait for the results of those buckets that were sent, and give them to the parameters."""
     sent = [bucket for bucket in buckets if bucket.wait()]
     flags = [bucket.flags for bucket in sent if bucket.flags is not None]
@@ -178,7 +182,7 @@ class BucketedGrads:
         self.group = group
         self.bucket_bytes = bucket_bytes
         self.params: list[Tensor] = []
-        self.buckets: list[GradBucket] = []
+        self.buckets: list[ReduceBucket] = []
         self._layout: list[Any] = []
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
@@ -193,14 +197,14 @@ class BucketedGrads:
         self.params, self._layout = list(params), layout
         # In the order in which backward usually finishes them.
         self.buckets = [
-            GradBucket(params, plan_bucket(params, members, 1, together=together, unit=_ALIGNED))
+            ReduceBucket(params, plan_bucket(params, members, 1, together=together, unit=_ALIGNED))
             for members, together in group_by_storage(params, range(len(params))[::-1], self.bucket_bytes)
         ]
         for bucket in self.buckets:
             hook = GradHook(weakref.ref(self), bucket)
             self._handles += [p.register_post_accumulate_grad_hook(hook) for p in bucket.params]  # type: ignore[no-untyped-call]
 
-    def on_grad(self, bucket: GradBucket) -> None:
+    def on_grad(self, bucket: ReduceBucket) -> None:
         """Note that a parameter of a bucket has a gradient of the backward that is running."""
         raise NotImplementedError
 
@@ -210,7 +214,7 @@ class GradHook:
 
     __slots__ = ("_bucket", "_grads")
 
-    def __init__(self, grads: "weakref.ref[BucketedGrads]", bucket: GradBucket) -> None:
+    def __init__(self, grads: "weakref.ref[BucketedGrads]", bucket: ReduceBucket) -> None:
         self._grads, self._bucket = grads, bucket
 
     def __call__(self, _: Tensor) -> None:
@@ -239,7 +243,7 @@ class SummedGrads(BucketedGrads):
         super().__init__(group, bucket_bytes)
         self._queue: BucketQueue | None = None
 
-    def on_grad(self, bucket: GradBucket) -> None:
+    def on_grad(self, bucket: ReduceBucket) -> None:
         if self._queue is not None:
             self._queue.on_grad(bucket)
 
@@ -317,7 +321,7 @@ class ModelGrads(BucketedGrads):
         """Whether the backward that is running is to average gradients of this model, as far as can be known before."""
         return not self.is_held and (self.is_pending or self.anchor.is_reached())
 
-    def on_grad(self, bucket: GradBucket) -> None:
+    def on_grad(self, bucket: ReduceBucket) -> None:
         if self._reducer.is_paused:
             return
         if self.is_held:
@@ -457,10 +461,10 @@ class Backward:
                 bucket.begin()
         # Ranks' hosts exchange flags during backward; a single model needs no agreement.
         self._agreed = self._ask() if len(models) > 1 else None
-        self._found: list[GradBucket] | None = None
+        self._found: list[ReduceBucket] | None = None
         self._queue = BucketQueue(group, self._early, backward_id())
 
-    def on_grad(self, model: ModelGrads, bucket: GradBucket) -> None:
+    def on_grad(self, model: ModelGrads, bucket: ReduceBucket) -> None:
         """Note that a parameter has its gradient."""
         self._reached.add(model.number)
         self._queue.on_grad(bucket)
@@ -479,14 +483,14 @@ class Backward:
         """Begin to ask which models any rank has reached."""
         return self._group.begin_max([n in self._reached for n in self._models])
 
-    def _early(self) -> list[GradBucket]:
+    def _early(self) -> list[ReduceBucket]:
         """Return the buckets of models through whose forwards this backward goes."""
         if self._found is None:
             self._found = self._buckets_of([1] * len(self._models) if self._agreed is None else self._agreed())
         return self._found
 
-    def _buckets_of(self, flags: Sequence[int]) -> list[GradBucket]:
-        found: list[GradBucket] = []
+    def _buckets_of(self, flags: Sequence[int]) -> list[ReduceBucket]:
+        found: list[ReduceBucket] = []
         for model, flag in zip(self._models.values(), flags):
             if flag and model is None:
                 raise RankError(

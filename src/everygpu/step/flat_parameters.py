@@ -19,7 +19,6 @@ from everygpu.parallel.buckets import (
     new_leaves,
     plan_buckets,
     put_back,
-    same_bytes,
     versions_of,
 )
 from everygpu.parallel.replicas.module_tree import has_hooks
@@ -342,8 +341,8 @@ class FlatParameters:
 
     def _differs(self, b: int) -> bool:
         """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""
-        first, *others = self.values[b]
-        return first.device.type == "cpu" and any(not same_bytes(first, other) for other in others)
+        first, *others = (flat.view(torch.uint8) for flat in self.values[b])  # nan and the sign of zero included
+        return first.device.type == "cpu" and not all(torch.equal(first, other) for other in others)
 
 
 def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: int) -> list[Tensor]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import comm, tree
+from everygpu.comm.streams import Streams
 from everygpu.errors import CaptureError
-from everygpu.parallel.buckets import Streams, Use, versions_of
+from everygpu.parallel.buckets import Use, versions_of
 from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer import GradReducer, ParameterSync

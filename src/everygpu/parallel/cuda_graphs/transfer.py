@@ -282,6 +282,8 @@ class GradReducer:
 
     def run(self) -> None:
         """Queue the additions on the current streams, without making memory there: see ``MultiGpuGraph.capture``."""
+        # These are side streams, see ``ReadyEvents.run_overlapped``: each has waited for the event after every
+        # replica's last gradient of the group, and the devices' own streams wait for all of them at the end.
         group = self._group
         if group.copied is not None:
             if any(g is None for g in self._copied):
@@ -329,6 +331,8 @@ class ParameterSync:
 
     def send(self) -> None:
         """Bring the twins up to date, on the devices' current streams."""
+        # The streams meet twice: kernels on the workers' streams read what the first device's stream has staged, and
+        # what replicas compute on their own streams reads twins that another device's kernels have written.
         for group in self.groups:
             group.stage()
         synchronize_streams(self._devices)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from everygpu.comm.streams import Streams
 from everygpu.devices.seed import ReplicaRandom
 from everygpu.errors import ReplicaError
-from everygpu.parallel.buckets import Streams
 from everygpu.progress import running
 from everygpu.torch_private.core import NO_BACKWARD, backward_id
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets import NOTHING
+from everygpu.comm.streams import NOTHING
 from everygpu.parallel.sharded.dispatch import Args, Declined, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
     ShardLayout,

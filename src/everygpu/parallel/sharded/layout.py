@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets import NOTHING, Streams
+from everygpu.comm.streams import NOTHING, Streams
 
 
 class DeviceWeights(Sequence[float]):
