@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 import types
 from collections import UserDict, deque
@@ -78,6 +79,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, open_node: Opener = op
     if opened is None:
         return function(tree)
     return opened.rebuild([map_leaves(function, child, open_node) for child in opened.children])
+
+
+def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:

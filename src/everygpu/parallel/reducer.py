@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from everygpu import tree
 from everygpu.errors import CallError, RankError
 from everygpu.parallel.buckets import BucketPlan, fill_views, group_by_storage, plan_bucket
 from everygpu.ranks.group import Group
@@ -190,8 +191,7 @@ class BucketedGrads:
     def follow(self, params: Sequence[Tensor]) -> None:
         """Make buckets for the parameters of now, unless those that there are fit them."""
         layout = _layout(params)
-        is_same = len(params) == len(self.params) and all(map(lambda p, q: p is q, params, self.params))
-        if is_same and layout == self._layout:
+        if tree.are_same(params, self.params) and layout == self._layout:
             return
         _remove(self._handles)
         self.params, self._layout = list(params), layout

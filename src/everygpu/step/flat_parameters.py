@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from everygpu import comm
+from everygpu import comm, tree
 from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.buckets import (
     UPDATE_BYTES,
@@ -84,8 +84,7 @@ class FlatParameters:
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Whether these are the parameters it was made for, as they were."""
-        is_same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
-        return is_same and _layouts(params) == self._layouts
+        return tree.are_same(params, self.params) and _layouts(params) == self._layouts
 
     def adopt(self) -> None:
         """Take in the parameters' values from wherever they are now, and send them to every device."""

@@ -1,6 +1,5 @@
 """A stock optimizer whose work and state are spread over the devices."""
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from everygpu import comm
+from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets import check_bucket_cap, plan_buckets, update_bucket_bytes
@@ -332,8 +331,7 @@ class _ChunkShards(Shards):
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Whether these are the parameters it was made for, of the same shapes and dtypes."""
-        is_same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
-        return is_same and list(map(_shape_of, params)) == self._shapes
+        return tree.are_same(params, self.params) and list(map(_shape_of, params)) == self._shapes
 
     def step_alone(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Update the parameters from their gradients, both on the primary device."""

@@ -1,6 +1,5 @@
 """Where a step's gradients are, and what applies them: spread over the devices, or on the primary device."""
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everygpu import comm
+from everygpu import comm, tree
 from everygpu.comm.streams import kept_stream, queueing_on
 from everygpu.parallel.buckets import replica_bucket_bytes, update_bucket_bytes
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
@@ -357,7 +356,7 @@ class ShardedUpdate:
     def is_ready(self) -> bool:
         """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
         params = self._trainable()
-        if len(params) != len(self.flat_params.params) or not all(map(operator.is_, params, self.flat_params.params)):
+        if not tree.are_same(params, self.flat_params.params):
             return False
         if self._sharded is None or not self._sharded.holds(self._shards):
             return False

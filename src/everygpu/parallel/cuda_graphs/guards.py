@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from everygpu import tree
 from everygpu.parallel.buckets import version_of
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
@@ -91,8 +92,8 @@ class ModuleGuards:
     def is_current(self, roots: Sequence[nn.Module], others: Sequence[Any], *, addresses: bool = True) -> bool:
         """Whether everything is as it was; with ``addresses``, tensors also have the same addresses."""
         return (
-            are_same(roots, self._roots)
-            and are_same(others, self._others)
+            tree.are_same(roots, self._roots)
+            and tree.are_same(others, self._others)
             and all(layout.is_same() for layout in self._unseen_layouts)
             and (self.state is None or self.state.is_same())
             and self._guard_key() == self._key
@@ -143,11 +144,6 @@ class ModuleGuards:
             *(list(map(bool, map(read, self._tensors))) for read in _read_hooks),
             [version_of(t) for t in self._fixed],
         )
-
-
-def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def torch_settings() -> tuple[Any, ...]:

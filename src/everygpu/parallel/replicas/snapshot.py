@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from everygpu import tree
 from everygpu.parallel.replicas.remap import CONSTANTS, TABLES, is_constant, open_callable, open_value
 
 STATE_DICT_HOOKS = (
@@ -121,7 +122,7 @@ class Contents:
             and all(map(operator.is_, _chain(self._views), self._items))
             and all(map(operator.is_, map(vars, modules), self._dicts))
             and list(map(type, modules)) == self._kinds
-            and all(map(_is_same, map(_referents, functions), self._referents))
+            and all(map(tree.are_same, map(_referents, functions), self._referents))
         )
 
 
@@ -165,7 +166,3 @@ class Search:
 def _referents(function: Any) -> tuple[Any, ...]:
     opened = open_callable(function)
     return () if opened is None else opened.children
-
-
-def _is_same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
