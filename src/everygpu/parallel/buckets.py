@@ -500,8 +500,8 @@ class BroadcastBucket:
         if self._trusts_versions:
             replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(originals)]
         if replicas:
-            # Flattened on the current stream of the primary; the copies wait for that and for the current streams of their
-            # devices. So a forward there comes after them, and later writes to the originals after all copies.
+            # Flattened on the primary's current stream; copies wait for that, and for their devices' current streams.
+            # So a forward there comes after them, and later writes to the originals after all copies.
             targets = [self._memory_for(i, originals) for i in replicas]
             comm.broadcast(self.plan.flatten(dict(enumerate(originals)), self.device), targets)
             for copy in [c for i in replicas if self._keeps and (c := self._copies[i]) is not None]:
