@@ -735,11 +735,6 @@ def _replica_devices(device_ids: Any, *, may_repeat: bool = False) -> tuple[torc
 
 
 def _check_options(*, engine: Any, gather: Any, buffers: Any, dim: Any) -> None:
-    if engine == "processes":
-        raise OptionError(
-            "DataParallel: engine='processes' is no engine any more. Start one process a GPU: everygpu run --processes "
-            "auto train.py, or everygpu.launch(...) in a notebook."
-        )
     for name, value, values in (
         ("engine", engine, table.ENGINES),
         ("gather", gather, GATHER_RULES),

@@ -92,11 +92,6 @@ def test_threads_on_the_cpu_are_no_news(caplog: pytest.LogCaptureFixture, count:
     assert caplog.messages == []
 
 
-def test_helper_processes_are_refused_by_the_command_that_is_faster() -> None:
-    with pytest.raises(OptionError, match=r"everygpu run --processes auto train\.py, or everygpu\.launch"):
-        everygpu.DataParallel(nn.Linear(3, 2), ["cpu"] * 2, engine="processes")
-
-
 def test_one_device_without_captures_is_run_alone(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 2)
     model = everygpu.DataParallel(net, ["cpu"], engine="capture")
