@@ -179,8 +179,10 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) 
     if leaf.requires_grad:
         raise NotStatic(f"{path} takes a gradient")
     if isinstance(leaf, ShardedBatch):
-        return _describe_shards(path, leaf, plan, route)
-    if type(leaf) is not Tensor or not is_dense(leaf):
+        shares = shares_of(leaf, plan, route)
+        if shares is None or not is_split_as(leaf, [n for n, _ in shares], [d for _, d in shares], route.dim):
+            raise NotStatic(f"{path} is laid out over the devices in another way than the model's inputs")
+    elif type(leaf) is not Tensor or not is_dense(leaf):
         raise NotStatic(f"{path} is no plain dense tensor")
     return leaf.shape, leaf.dtype, leaf.stride()  # with the plan, they say how it is distributed
 
@@ -201,10 +203,3 @@ def _describe_plain(path: str, value: Any) -> Any:
     if type(value) not in PLAIN:
         raise NotStatic(f"{path} is a {type(value).__qualname__}")
     return type(value), bits_of(value)
-
-
-def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: ScatterSpec) -> Any:
-    shares = shares_of(leaf, plan, route)
-    if shares is None or not is_split_as(leaf, [n for n, _ in shares], [d for _, d in shares], route.dim):
-        raise NotStatic(f"{path} is laid out over the devices in another way than the model's inputs")
-    return leaf.shape, leaf.dtype, leaf.stride()
