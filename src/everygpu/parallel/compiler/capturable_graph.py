@@ -175,7 +175,7 @@ def reason_in_graph(graph: Any) -> str | None:
     written = (n for n in inputs_of(graph) if is_written(n) and is_argument(source_of(n)))
     if (node := next(written, None)) is not None:
         return f"forward writes to its argument {plain_name(source_of(node))}: a capture writes to a copy"
-    home = _home_of(graph)
+    home = home_of(graph).type
     checks: list[Callable[[Any], str | None]] = [_value_reason, _call_reason]
     if home != "cpu":
         on_host = (source_of(n) for n in inputs_of(graph) if _is_on_host(n) and source_of(n) != PROBE)
@@ -186,11 +186,8 @@ def reason_in_graph(graph: Any) -> str | None:
         for check in checks:
             if (reason := check(node)) is not None:
                 return f"forward {reason}{in_line(_frames(node.stack_trace))}"
-    return _mode_reason(graph) or (None if _has_kernels(graph) else "forward runs no operation on tensors")
-
-
-def _has_kernels(graph: Any) -> bool:
-    return sum(_label(node) not in _STATEMENTS for node in _calls(graph)) > 1  # one is the prover's
+    num_kernels = sum(_label(node) not in _STATEMENTS for node in _calls(graph))  # one is the prover's
+    return _mode_reason(graph) or ("forward runs no operation on tensors" if num_kernels < 2 else None)
 
 
 def _calls(graph: nn.Module) -> Iterator[Any]:
@@ -253,11 +250,10 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _home_of(graph: Any) -> str:
-    """Return the type of device that a graph works on: that of its first input other than the CPU."""
-    values = [value_of(node) for node in inputs_of(graph)]
-    kinds = [value.device.type for value in values if isinstance(value, Tensor)]
-    return next((kind for kind in kinds if kind != "cpu"), "cpu")
+def home_of(graph: Any) -> torch.device:
+    """Return the device that a graph works on: that of its first input other than the CPU."""
+    devices = [value.device for value in map(value_of, inputs_of(graph)) if isinstance(value, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _mode_reason(graph: Any) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everygpu.parallel.compiler.capturable_graph import inputs_of, is_written, value_of
+from everygpu.parallel.compiler.capturable_graph import home_of, is_written, value_of
 from everygpu.parallel.compiler.inductor_backend import Backend, MultiDeviceGraph
 from everygpu.parallel.scatter.denominator import are_classes, count_kept, note_denominator
 from everygpu.torch_private.compiler import note_inlined
@@ -31,7 +31,7 @@ class CompileOnce:
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> Callable[..., Any]:
         note_inlined()
-        home = _home_of(graph)
+        home = home_of(graph)
         key = _key_of(graph, home) if getattr(self._is_sharing, "now", False) else None
         if key is None:
             return self._compile(graph, example_inputs)[1]
@@ -107,12 +107,6 @@ def _targets_of(node: Any) -> tuple[Any, int, Any] | None:
 
 def _serves(home: torch.device, function: Callable[..., Any], device: torch.device) -> bool:
     return home == device or (isinstance(function, MultiDeviceGraph) and function.serves(device))
-
-
-def _home_of(graph: Any) -> torch.device:
-    """Return the device of a graph's first input other than the CPU."""
-    devices = [value.device for value in map(value_of, inputs_of(graph)) if isinstance(value, Tensor)]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _key_of(graph: Any, home: torch.device) -> Hashable | None:
