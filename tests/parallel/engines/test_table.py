@@ -41,6 +41,7 @@ def test_engine_of_a_name(name: str, compiled: bool, kind: type, compiles: bool,
 class InOrder(Engine):
     """Runs replicas one after another, and whole calls of one row in its own way."""
 
+    in_use = "in order"
     replays = True
 
     def __init__(self, wrapper: Wrapper) -> None:

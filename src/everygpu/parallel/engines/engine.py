@@ -1,5 +1,6 @@
 """What an engine promises, and what it is made from."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class Wrapper(Protocol):
     ) -> ReplicaSet: ...
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Runs the replicas of a forward. An engine inherits from this what is the same for most.
 
     A new one is a module in this folder and a line in ``table``.
@@ -51,9 +52,9 @@ class Engine(Protocol):
     """Whether calls go through ``replay`` and replicas even on one device."""
 
     @property
+    @abstractmethod
     def in_use(self) -> str:
         """The name of the engine that runs now: this one's, or that of another which it leaves forwards to."""
-        ...
 
     def stop_capturing(self, reason: str) -> None:
         """Note that the caller also makes no captures, and why."""
@@ -63,6 +64,7 @@ class Engine(Protocol):
         """Run a whole call in the engine's own way; None to have it scattered and run by ``run``."""
         return None
 
+    @abstractmethod
     def run(
         self, calls: Sequence[ModuleCall], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
@@ -70,7 +72,6 @@ class Engine(Protocol):
 
         Raises what a replica raised; its ``__cause__`` names the replica, by ``positions``, counted from 0 if left out.
         """
-        ...
 
     def run_alone(self, call: ModuleCall, device: torch.device) -> Any:
         """Make the call of the only device, with the module itself."""
@@ -81,6 +82,7 @@ class Engine(Protocol):
         """Note what the replicas returned from ``run``, and return it."""
         return outputs
 
+    @abstractmethod
     def close(self) -> None:
         """End the threads, and whatever else the engine keeps running."""
 
