@@ -285,11 +285,7 @@ def _distribute(sizes: Sequence[int], num_chunks: int) -> tuple[list[int], int]:
 
 
 def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:
-    """Put tensors with equal keys together, in order; a group is closed at a size, as DDP closes buckets.
-
-    Returns:
-        The indices of each group's tensors.
-    """
+    """Group the indices of tensors with equal keys, in order; a group is closed at a size, as DDP closes buckets."""
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for index, t in enumerate(tensors):

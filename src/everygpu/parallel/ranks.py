@@ -26,11 +26,7 @@ logger = logging.getLogger("everygpu")
 
 
 def check_equal_on_ranks(group: Group, module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers of a module that every rank has.
-
-    Raises:
-        RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
-    """
+    """Return the parameters and buffers of a module; a RankError on every rank if names, shapes or dtypes differ."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
     group.check_same("parameters and buffers of the model", rows)
@@ -82,10 +78,8 @@ class WeightedForward:
     inputs: a gradient between two models, or of an input, is that of this rank's own loss. Within
     ``torch.autograd.grad`` gradients pass unchanged, and results computed from them are weighted in turn.
 
-    Args:
-        group: The ranks.
-        anchor: Takes part in the forward.
-        accumulates: Called in backward when it comes here; returns whether that adds to leaves' ``.grad``.
+    ``anchor`` takes part in the forward. ``accumulates`` is called when backward comes here, and returns whether that
+    adds to leaves' ``.grad``.
     """
 
     def __init__(self, group: Group, anchor: Anchor, accumulates: Callable[[], bool]) -> None:
@@ -217,13 +211,7 @@ def _refuse_backward() -> bool:
 class RankModel:
     """Keeps a model, and its gradients, equal on all ranks.
 
-    Args:
-        group: The ranks.
-        dim: Where the rows of the batch are.
-        num_devices: Of this rank.
-        bucket_cap_mb: Size at which a bucket of gradients is closed, in MiB; None for the default.
-        weight: Called with a batch, returns its weight relative to other ranks'; its rows when left out.
-        before: What was made for the same module before its options changed; backwards may still come to it.
+    ``before`` was made for the same module before its options changed; backwards may still come to it.
     """
 
     def __init__(

@@ -40,12 +40,10 @@ class BucketQueue:
     """Sends the buckets of one backward in order, each as soon as all of its gradients are there.
 
     A backward within the backward, as of a reentrant checkpoint or in a Function's own backward, may add to a gradient
-    several times: from the first one on, buckets wait for the end.
+    several times: from the first one on, buckets wait for the end. ``task`` is the outer backward, see ``backward_id``,
+    or None until that is known.
 
-    Args:
-        group: The ranks.
-        find: Returns the buckets, in the same order on all ranks; called when the first one is whole, or at the end.
-        task: The outer backward; see ``backward_id``. None until that is known.
+    ``find`` returns the buckets, in the same order on all ranks; called when the first one is whole, or at the end.
     """
 
     def __init__(self, group: Group, find: Callable[[], Sequence[AnyBucket]], task: int | None) -> None:
@@ -172,12 +170,7 @@ def _kind(grad: Tensor | None) -> float:
 
 
 class BucketedGrads:
-    """The gradients of some parameters, in buckets.
-
-    Args:
-        group: The ranks.
-        bucket_bytes: Size at which a bucket is closed.
-    """
+    """The gradients of some parameters, in buckets."""
 
     def __init__(self, group: Group, bucket_bytes: int) -> None:
         self.group = group
@@ -445,11 +438,8 @@ class Reducer:
 
 
 class Backward:
-    """One backward that is running: the models that it has reached, and their buckets.
-
-    Args:
-        group: The ranks.
-        models: By number, in the order in which their buckets are sent; None for one that is gone on this rank.
+    """One backward that is running, and the models that it may reach: by number, in the order in which their buckets
+    are sent; None for one that is gone on this rank.
     """
 
     def __init__(self, group: Group, models: dict[int, ModelGrads | None]) -> None:

@@ -67,10 +67,8 @@ class CompileOnce:
 
 
 def _return_denominators(graph: Any) -> tuple[int, dict[int, int]]:
-    """Make a graph also return what its losses are the mean of, as eager ones' autograd nodes say.
-
-    Returns:
-        How many outputs it had, and which of them is the mean of which output now.
+    """Make a graph also return what its losses are the mean of, as eager ones' autograd nodes say. Return how many
+    outputs it had, and which of them is the mean of which output now.
     """
     output = graph.graph.output_node()
     results, places = list(output.args[0]), {}

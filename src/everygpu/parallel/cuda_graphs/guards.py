@@ -61,11 +61,9 @@ _read_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_
 class ModuleGuards:
     """Guards on modules, their tensors and all Python state that steps reach, checked in every step.
 
-    Args:
-        roots: The modules, with all below them, as they are now.
-        others: What steps begin at besides, such as a loss.
-        code: What steps have run so far; None where a proof guards all that forward reads, and replays send frozen
-            parameters: here it is tensors alone, which a proof knows by their objects.
+    Steps begin at the modules in ``roots`` and at ``others``, such as a loss, and have run ``code`` so far. That is
+    None where a proof guards all that forward reads, and replays send frozen parameters: here it is tensors alone,
+    which a proof knows by their objects.
     """
 
     def __init__(self, roots: Sequence[nn.Module], others: Sequence[Any], code: ExecutedCode | None) -> None:

@@ -75,13 +75,7 @@ def fill_lazily(kind: type) -> None:
 
 
 class ReachedState:
-    """What is reached from some objects, as it is now.
-
-    Args:
-        roots: What steps begin at.
-        known: Tensors that the caller compares itself.
-        code: What steps have run so far.
-    """
+    """What is reached from ``roots`` by the code that steps have run, as it is now, except tensors in ``known``."""
 
     def __init__(self, roots: Sequence[Any], known: Iterable[Any], code: ExecutedCode) -> None:
         self.unseen: str | None = None

@@ -35,13 +35,7 @@ def leaves_of(batch: Batch) -> BatchLeaves:
 
 
 def describe_batch(batch: Batch, route: ScatterSpec, found: BatchLeaves | None = None) -> tuple[Any, ...]:
-    """Return what must be equal in two batches for the same memory to hold either.
-
-    Raises:
-        NotStatic: a tensor takes a gradient, is not dense, or is laid out over the devices in another way; a value is
-            neither a tensor nor a plain number or string.
-        SplitError: tensors disagree on the number of rows.
-    """
+    """Return what must be equal in two batches for the same memory to hold either; ``NotStatic`` says why none may."""
     with without_torch_function():  # a batch that is spread says its shape at once
         plan = _plan(batch, route)
         found = leaves_of(batch) if found is None else found
@@ -140,11 +134,7 @@ def _places(leaves: BatchLeaves) -> tuple[int, ...]:
 
 
 def _containers(value: Any) -> Any:
-    """Return what containers are besides their leaves, of which those that are empty have none.
-
-    Raises:
-        NotStatic: one has an attribute that is no plain number or string, or something of its own besides its children.
-    """
+    """Return what containers are besides their leaves, of which those that are empty have none."""
     opened = tree.open_container(value)
     if batch_type(value) is not None:
         raise NotStatic(f"the batch holds a {type(value).__qualname__} with rows of its own kind")

@@ -19,13 +19,10 @@ logger = logging.getLogger("everygpu")
 
 
 class CapturedReplicas(Engine):
-    """Replays captured forwards, on GPUs that reach each other's memory.
+    """Replays captured forwards, on GPUs that reach each other's memory; ``eager`` runs what isn't captured.
 
-    Args:
-        wrapper: What the captures are made from.
-        eager: Runs what isn't captured, and what is, while it is captured: the first step waits for nothing.
-        proves: Capture only forwards for which Dynamo proves that a capture does the same, and only while most batches
-            have one of a few shapes; else stop capturing, with one log line that says why.
+    With ``proves`` only forwards are captured for which Dynamo proves that a capture does the same, and only while most
+    batches have one of a few shapes; else it stops capturing, with one log line that says why.
     """
 
     replays = True

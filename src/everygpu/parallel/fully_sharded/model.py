@@ -22,15 +22,8 @@ from everygpu.ranks.group import Group
 
 
 class ShardedRankModel(RankModel):
-    """Weighs what each rank's outputs count in gradients that FSDP2 averages over ranks.
-
-    Args:
-        group: The ranks.
-        dim: Where the rows of the batch are.
-        weight: Called with a batch, returns how much it counts; its rows when left out.
-        module: Shared out.
-        sharding: How.
-        old: The parameters that it had before.
+    """Weights each rank's outputs in the gradients that FSDP2 averages over ranks; ``old`` are the parameters that the
+    module had before it was sharded.
     """
 
     def __init__(

@@ -43,9 +43,6 @@ def find_groups(model: nn.Module, wrap: Sequence[type[nn.Module]] | None = None)
     """Find blocks: children of one class in the outermost lists, or those of ``wrap``; then large modules besides them.
 
     Modules that share a parameter with one outside are left to the root, as nobody else has it whole for both.
-
-    Raises:
-        OptionError: the model has no module of ``wrap``.
     """
     if wrap is not None:
         blocks = list(_outermost(model, tuple(wrap)))
@@ -138,11 +135,7 @@ class Sharding:
 
 
 def read_options(shard: Any, *, wrap: Any, precision: Any, checkpoint_activations: Any, engine: str) -> Sharding | None:
-    """Check the options of a ``DataParallel``; None where the model isn't to be sharded.
-
-    Raises:
-        OptionError: an option has no such value, or needs another.
-    """
+    """Check the options of a ``DataParallel``; None where the model isn't to be sharded."""
     alone = {"wrap": wrap, "precision": precision, "checkpoint_activations": checkpoint_activations}
     if shard is None:
         given = next((name for name, value in alone.items() if value is not None), None)
@@ -172,12 +165,7 @@ def read_options(shard: Any, *, wrap: Any, precision: Any, checkpoint_activation
 
 
 def check_ranks(group: Group | None, sharding: Sharding, devices: Sequence[torch.device]) -> Group:
-    """Refuse a process that has nobody to share the model with.
-
-    Raises:
-        RankError: there are no ranks.
-        OptionError: this rank has several devices.
-    """
+    """Refuse a process that has no other ranks, or several devices."""
     group = init_single() if group is None else group
     if group is None:
         raise RankError(
@@ -193,11 +181,7 @@ def check_ranks(group: Group | None, sharding: Sharding, devices: Sequence[torch
 
 
 def check_tensors(module: nn.Module) -> None:
-    """Refuse a model that FSDP2 can't share out, or would spoil without a word.
-
-    Raises:
-        ModuleError: the message names the parameter, buffer or module.
-    """
+    """Refuse a model that FSDP2 can't shard, or would spoil without a word."""
     if is_compiled(module):
         _refuse("the model is compiled as a whole", "Pass the bare model, and engine='compile', which compiles blocks")
     for path, child in module.named_modules():
@@ -220,11 +204,7 @@ def check_tensors(module: nn.Module) -> None:
 
 
 def check_groups(module: nn.Module, groups: Groups) -> None:
-    """Refuse parameters of several dtypes that train in one group.
-
-    Raises:
-        ModuleError: the message names two of them.
-    """
+    """Refuse parameters of several dtypes that train in one group."""
     group_of = {id(m): i for i, part in enumerate(groups) for m in part.modules()}
     first: dict[int, tuple[str, torch.dtype]] = {}
     for path, child in module.named_modules():

@@ -34,12 +34,8 @@ def share_out(group: Group, module: nn.Module, device: torch.device, sharding: S
     """Leave each rank its rows of rank 0's parameters, on its device; no rank has more than one group whole there.
 
     Classes are swapped in place, so names stay. Parameters on the meta device get values by ``reset_parameters`` of
-    their modules; otherwise they are nan, to be filled by a checkpoint.
-
-    Raises:
-        ModuleError: this model can't be sharded.
-        OptimizerError: an optimizer has the parameters that were there before.
-        RankError: on every rank: the ranks' models differ.
+    their modules; otherwise they are nan, to be filled by a checkpoint. An optimizer that has the parameters which were
+    there before is refused.
     """
     check_tensors(module)
     groups = find_groups(module, sharding.wrap)

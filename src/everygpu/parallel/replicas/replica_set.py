@@ -68,11 +68,10 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
 
 
 class ReplicaSet:
-    """A module and its replicas on the devices after the first.
+    """A module, which serves as the replica on ``devices[0]``, and its replicas on the devices after that.
 
     Args:
-        module: Serves as the replica on ``devices[0]``, and is moved there if it is elsewhere.
-        strict_device: Refuse to move the module.
+        strict_device: Refuse to move the module there.
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
         make_leaves: Returns leaf parameters that the caller keeps up to date: from ``id`` of an original to its
             copy on each device after the first. Called whenever the module's tree has changed. Frozen parameters
@@ -110,10 +109,8 @@ class ReplicaSet:
     ) -> list[nn.Module]:
         """Bring replicas up to date with the module, and return them; their parameters are connected to the module's.
 
-        Args:
-            positions: Which replicas, counted in ``devices``.
-            fresh: Positions of replicas that are up to date while no gradients are recorded; those refreshed are added.
-            rows: Of the batch for each of these, to find what forward leaves of them in attributes.
+        Those in ``fresh`` are up to date while no gradients are recorded, and those refreshed are added. ``rows`` are
+        of the batch for each position, to find what forward leaves of them in attributes.
         """
         if fresh is None or torch.is_grad_enabled() or not fresh.issuperset(positions):
             self._update([p - 1 for p in positions if p > 0])

@@ -259,13 +259,9 @@ def wrap_view(
     dim: int,
     view: Callable[[Tensor], Tensor],
 ) -> ShardedBatch:
-    """Make a batch that shares its memory with another.
+    """Make a batch that shares its memory with another, given the same view of each of the base's parts.
 
-    Args:
-        base: The batch that is viewed.
-        place: The view's shape, strides and offset in the base's memory.
-        parts, layout, dim: The same view of each of the base's parts, and where its rows are.
-        view: From the base's joined values to the view of them.
+    ``place`` is the view's shape, strides and offset in the base's memory; ``view`` makes it of the joined values.
     """
     base._memory.is_viewed = True
     joined, (shape, strides, offset) = base._joined, place
