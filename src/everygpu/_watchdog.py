@@ -49,16 +49,16 @@ def watchdog(timeout: float = TIMEOUT_S) -> "Watch":
         with everygpu.watchdog(timeout=300):
             train(x, y)
 
-    Without ``with`` it lasts to the end of the process, as in a script that ``everygpu run`` has started.
+    Without ``with`` it watches until the process ends, as ``everygpu run`` does.
 
-    A replica's forward, a backward, an update, a collective over ranks, a capture's replay or a GPU that makes no
-    progress for so long is named, with its device; the stacks of all threads are written to standard error. Then a
-    checkpoint that is being saved in the background is finished, for up to a minute, and the process ends with exit
-    code 6, without running ``finally`` blocks. So does one that has lost a GPU, after an error of the driver that the
-    script doesn't catch. ``everygpu run --processes N --max-restarts M`` starts it again.
+    It watches each replica's forward, backward, updates, collectives over ranks, replays of captures and GPUs. If one
+    makes no progress for the timeout, it names it with its device and writes the stacks of all threads to standard
+    error. Then it finishes a background save, for up to a minute, and ends the process with exit code 6, without
+    ``finally`` blocks. It also ends a process that has lost a GPU, after an error of the driver that the script doesn't
+    catch. ``everygpu run --processes N --max-restarts M`` restarts it.
 
-    Other code of the script may take as long as it likes. Time in which the process is stopped doesn't count; time in
-    a debugger does.
+    Other code of the script has no time limit. Time in which the process is stopped doesn't count; time in a debugger
+    does.
 
     Args:
         timeout: Seconds. A second call changes it.

@@ -59,24 +59,24 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint; everything is checked before anything is changed.
 
-    Foreign checkpoints are read too, without executing anything in them: files of ``torch.save`` that hold
-    a state dict or a dict with one under a usual name, safetensors, both in shards with an index, and
-    directories of ``torch.distributed.checkpoint``. Names under a prefix of an outer module, as Lightning
-    writes them, fit the model inside::
+    It also reads checkpoints of other programs, and never executes anything in them: files of ``torch.save`` with a
+    state dict, or with a dict that has one under a usual name; safetensors; shards of both, with an index; and
+    directories of ``torch.distributed.checkpoint``. Names may have the prefix of an outer module, as Lightning writes
+    them::
 
         step = everygpu.load("run/checkpoint", model=model, optimizer=optimizer, rng=True)["step"]
 
     Args:
-        path: The directory that `everygpu.save` wrote; that of a `CheckpointManager`, whose newest whole checkpoint is
-            loaded, with a warning of damaged ones; or a foreign file or directory.
+        path: The directory that `everygpu.save` wrote; that of a `CheckpointManager`, to load its newest intact
+            checkpoint; or another program's file or directory.
         model: The module to load into: bare, wrapped or compiled, on any device.
-        optimizer: The optimizer to load into; its tensors go to its parameters' devices. Pass the model along: the
-            state is found by the names of the parameters.
+        optimizer: The optimizer to load into; its tensors go to its parameters' devices. Also pass the model, because
+            the state is found by the names of the parameters.
         scheduler: The scheduler to load into.
         strict: Whether a module's names must be exactly those saved. Shapes must fit in any case.
-        prefix: Load only those of the model's tensors whose saved names begin with it, without it.
-        ignore_mismatched: Leave the model's tensors of other shapes as they are, and name them in the log.
-        rng: Whether to restore the random states of Python, NumPy, torch and the CUDA devices that are here.
+        prefix: Load only tensors whose saved names begin with this, which is removed.
+        ignore_mismatched: Leave tensors of the model with other shapes as they are, and log their names.
+        rng: Whether to restore the random states of Python, NumPy, torch and the CUDA devices of this machine.
         verify: Whether to compare every byte with ``SHA256SUMS``.
         **extras: Objects that were saved as extras, restored in place.
     Returns:

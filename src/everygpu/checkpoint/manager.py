@@ -58,17 +58,17 @@ class CheckpointManager:
                 train(x, y)
                 run.save(step, accuracy=0.9)  # every 500th, and the last one when the block ends
 
-    Under torchrun rank 0 writes what it has, and the others wait until it is written, or, with ``asynchronous=True``,
-    copied; what fails is raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All
-    machines must see the directory.
+    Under torchrun rank 0 writes its state. The others wait until it is written, or with ``asynchronous=True`` until it
+    is copied, and errors are raised on all ranks. If only rank 0 saves, as under ``if everygpu.is_main()``, nothing
+    waits. All machines must see the directory.
 
-    SIGTERM and SIGUSR1, on any rank, end a run, in the ``with`` block or after the first save, at the next `save`: it
-    is written whatever ``every`` says, and the exit code is 143. A second signal ends the process at once, and one that
-    no save follows as the block ends. A handler that the program has set itself stays, in place of this.
+    SIGTERM or SIGUSR1 on any rank, in the ``with`` block or after the first save, ends the run at the next `save`. That
+    save is written whatever ``every`` says, and the exit code is 143. A second signal ends the process at once, and one
+    without a later save ends it when the block ends. If your program has its own handler, that one stays.
 
-    Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
-    any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
-    background saves.
+    Use it from one thread. Several processes that save to one directory exclude each other. Ctrl-C may come at any
+    moment: a checkpoint is complete or not there, and the next save works. The interpreter waits for background saves
+    before it ends.
 
     Source:
         ``torch.save`` into numbered files; here each checkpoint is a directory that is complete before it gets its
@@ -86,18 +86,18 @@ class CheckpointManager:
         overwrite: bool = False,
         **objects: Any,
     ) -> None:
-        """Say what is saved, and where and how checkpoints are kept; nothing is read or written yet.
+        """Define what is saved, where, and which checkpoints are kept; nothing is read or written yet.
 
         Args:
-            directory: Of this run alone; made at the first save.
-            keep: How many of the newest checkpoints stay, 1 or more.
-            every: `save` does its work at multiples of it.
-            best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it stay too. Of equal ones
-                the earlier is better.
+            directory: The directory of this run alone; created at the first save.
+            keep: How many of the newest checkpoints to keep, 1 or more.
+            every: `save` writes at multiples of this.
+            best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints by it to keep as well. If two
+                are equal, the earlier one is better.
             asynchronous: Whether `save` writes a copy of the state in a thread; its memory is kept until `close`.
-            overwrite: Whether a run that has not resumed removes the checkpoints of an earlier one at its first save.
+            overwrite: Whether a run that has not resumed removes the checkpoints of an earlier run at its first save.
             **objects: What is saved and resumed, by name: ``model=``, ``optimizer=``, ``scheduler=``, ``data=``, and
-                any other object with state_dict and load_state_dict, or torch.Generator.
+                any other object with state_dict and load_state_dict, or a torch.Generator.
         Raises:
             OptionError: an option is outside what it may be.
             CheckpointContentError: an object can't be restored in place.
@@ -128,12 +128,12 @@ class CheckpointManager:
         self._spare: list[SnapshotMemory] = []
 
     def resume(self, step: int | None = None) -> int:
-        """Load the newest checkpoint that is whole into the objects, and the random states; or that of a step.
+        """Load the newest intact checkpoint, or that of a step, into the objects and the random generators.
 
         Args:
-            step: Of the checkpoint to load; by default the newest that is whole, with a warning of damaged ones.
+            step: Which checkpoint to load; by default the newest intact one, with a warning about damaged ones.
         Returns:
-            Its step; 0 where the directory has no checkpoints.
+            Its step; 0 if the directory has no checkpoints.
         Raises:
             CheckpointError: as `everygpu.load` raises it; then nothing was changed.
         """
@@ -151,10 +151,11 @@ class CheckpointManager:
         """Save a checkpoint, then remove those that need not be kept.
 
         Args:
-            step: Of batches or epochs, 0 or more. What is no multiple of ``every`` is saved when the block ends.
-            **metrics: Numbers to choose the best by, or a `Meter`, synced over ranks. Only finite ones count.
+            step: The number of batches or epochs, 0 or more. If the last one is no multiple of ``every``, it is saved
+                when the block ends.
+            **metrics: Numbers to choose the best by, or a `Meter`, which is synced over ranks. Only finite ones count.
         Returns:
-            The checkpoint's path, where it is once `wait` returns; None if nothing was due.
+            The checkpoint's path, which exists once `wait` has returned; None if nothing was due.
         Raises:
             CheckpointError: as `everygpu.save` raises it, also in the background; or the run was not resumed.
             OptionError: the step is no whole number from 0 on, a metric no number, or ``best`` has another name.

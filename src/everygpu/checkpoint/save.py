@@ -40,7 +40,7 @@ def save(
     scheduler: Any = None,
     **extras: Any,
 ) -> Path:
-    """Save a training run to a directory, so that either the old checkpoint or the new one is there.
+    """Save a training run to a directory; at any moment, either the old checkpoint or the new one is there.
 
     The directory holds ``model.safetensors``, ``training.safetensors`` (all other tensors), ``checkpoint.json``
     (structure, plain values, random states) and ``SHA256SUMS``. Other files in it are left alone, such as the
@@ -48,23 +48,21 @@ def save(
 
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
-    Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
-    under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
-    A model that is sharded, by ``DataParallel(shard=...)`` or ``fully_shard``, is written by all ranks.
+    Under torchrun rank 0 writes its state, and the others wait until it is written. If only rank 0 calls it, as under
+    ``if everygpu.is_main()``, nothing waits. Gather whatever differs between ranks first. All ranks write a model that
+    is sharded by ``DataParallel(shard=...)`` or ``fully_shard``.
 
     Args:
-        path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
-        *others: None: what is saved is passed by name.
-        model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, tied
-            tensors once.
-        optimizer: Any object with state_dict and load_state_dict. Its state is kept by the names that its parameters
-            have in the modules that are saved along.
-        scheduler: Likewise.
-        **extras: Under any other name: values JSON can hold, tensors, NumPy arrays, in list, tuple and
-            dict at any depth; or an object with state_dict and load_state_dict (a GradScaler, a
-            `Feeder`), or a torch.Generator.
+        path: The directory, new or an earlier checkpoint. ``~`` is the home, and symbolic links are followed.
+        *others: Nothing: pass everything by name.
+        model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, and tied tensors once.
+        optimizer: Any object with state_dict and load_state_dict. Its state is stored by the names that its parameters
+            have in the modules saved with it.
+        scheduler: Any object with state_dict and load_state_dict.
+        **extras: Under any other name: values that JSON can hold, tensors and NumPy arrays, in lists, tuples and dicts
+            at any depth; an object with state_dict and load_state_dict (GradScaler, `Feeder`); or a torch.Generator.
     Returns:
-        The path; where it ends as that of a file, such as ``.pt``, a warning says that it is a directory.
+        The path. If it ends like a file's, such as ``.pt``, a warning says that it is a directory.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load`;
             nothing was written.

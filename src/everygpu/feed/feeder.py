@@ -37,22 +37,22 @@ class Feeder:
             for x, y in feeder:
                 loss = criterion(model(x), y)
 
-    Saved and loaded with a checkpoint, it continues after the last batch that the loop was given, in the same order:
-    that of an epoch comes from ``seed`` and the epoch's number. The numbers of workers, replicas and ranks may change.
-    Leaving the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
+    Save and load it with a checkpoint, and it continues after the last batch that your loop got, in the same order.
+    The order of an epoch depends only on ``seed`` and the epoch's number; numbers of workers, replicas and ranks may
+    change. Leaving the loop early ends the thread and the loader's workers; so does closing or deleting the iterator.
 
     Args:
         loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers. ``Replicated``
             values are copied whole to every device, tensors in ``Rows`` to that of their row.
-        model_or_devices: A model or ``TrainStep``, whose devices are taken, and of a ``DataParallel`` ``dim`` and
-            ``split``; or devices as ``DataParallel`` takes them, None for all.
-        prefetch: How many batches to have on the devices ahead of the one in use; 0 for none, without a thread.
-        seed: Determines all orders, 0 to 2**63 - 1; by default drawn from the loader's generator, else torch's. A
-            position that is loaded has its own.
-        timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes. Without
-            worker processes, the first batch of what has no indices is waited for.
-        sharded: Whether each rank's loader gives that rank's own rows. By default its batches are those of the whole
-            run: each rank gets its own rows of them, and reads no others where the DataLoader has indices.
+        model_or_devices: A model or ``TrainStep``, for its devices, and for ``dim`` and ``split`` of a
+            ``DataParallel``; or devices as for ``DataParallel``, None for all.
+        prefetch: How many batches to keep on the devices ahead of the one in use; 0 disables the thread.
+        seed: Determines all orders, 0 to 2**63 - 1. By default it is drawn from the loader's generator, or torch's. A
+            loaded position has its own.
+        timeout: Seconds after which a missing batch is an error; None waits forever. Without worker processes, the
+            first batch of a loader without indices has no limit.
+        sharded: Whether each rank's loader returns that rank's own rows. By default it returns batches of the whole
+            run: each rank gets its own rows of them, and reads no others if the DataLoader has indices.
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated, or has ``in_order=False``.
         DeviceError: a device is unknown or absent, or ``model_or_devices`` is something else.
@@ -125,14 +125,14 @@ class Feeder:
         return self._order.position.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: batches handed out, not those prepared ahead; the same for all ranks."""
+        """Return the position: batches that the loop received, not those prepared ahead; the same on all ranks."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin at the position of ``state_dict``.
 
-        A DataLoader with indices skips what was used without loading it, a loader, sampler or dataset with a
-        ``state_dict`` of its own is put there, and everything else is read again.
+        A DataLoader with indices skips used batches without loading them. A loader, sampler or dataset with a
+        ``state_dict`` is restored from it. Everything else is read again.
 
         Raises:
             CheckpointMismatchError: ``state`` is no position, or in the middle of an epoch over other data, in another
@@ -141,11 +141,11 @@ class Feeder:
         self._order.load_state_dict(state)
 
     def report(self) -> FeedReport:
-        """Return how long the steps took so far, and how much of that was waiting for data."""
+        """Return how long steps have taken so far, and how much of that time the loop waited for data."""
         return replace(self._report)
 
     def close(self) -> None:
-        """End the epoch that is on, its thread and its workers, also persistent ones."""
+        """End the current epoch, its thread and its workers, also persistent ones."""
         self._end_epoch()
         if self._order.iterated is not self.loader:  # a copy of a DataLoader, whose workers wait for the next epoch
             self._order.iterated._iterator = None

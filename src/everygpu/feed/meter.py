@@ -15,7 +15,7 @@ from everygpu.ranks.group import init_group
 class Meter:
     """Average a loss or metric over the rows seen, without keeping a graph or waiting for a device.
 
-    ``update`` queues one small addition on the value's device. To read ``avg`` or print it waits for the devices::
+    ``update`` queues one small addition on the value's device. Reading ``avg`` or printing waits for the devices::
 
         meter = everygpu.Meter()
         for x, y in loader:

@@ -67,7 +67,7 @@ def find_batch_size(
             loader = DataLoader(dataset, batch_size=report.num_rows)
 
     Args:
-        step: Does everything that a training step does. What else it changes or saves stays so.
+        step: Does everything that a training step does. Whatever else it changes or saves stays changed.
         batch: An example, as the loader gives it: tensors of shape (..., rows, ...) in any nesting of containers.
         model: A ``DataParallel``, or a module on one device; on GPUs.
         optimizer: Of the step.
@@ -230,8 +230,8 @@ def tune_workers(
 ) -> WorkerReport:
     """Measure how many worker processes a DataLoader needs.
 
-    Batches are loaded and sent to the devices as ``Feeder`` does, by 0, 1, 2, 4, … workers up to the CPU cores that
-    this process may use, until more bring nothing. The random generators of this process stay as they are::
+    Load batches and send them to the devices as ``Feeder`` does, with 0, 1, 2, 4, … workers, up to the CPU cores that
+    this process may use, until more don't help. The random generators of this process stay as they are::
 
         report = everygpu.tune_workers(loader, model)
         loader = DataLoader(dataset, num_workers=report.num_workers)

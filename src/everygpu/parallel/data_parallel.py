@@ -53,71 +53,66 @@ logger = logging.getLogger("everygpu")
 class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """Run a module on several devices at once, each on a share of the batch.
 
-    Called like the module itself: the batch is cut into shards, replicas run side by side, and the result is
-    what the module alone would have given on the whole batch; so are the gradients of its parameters and
-    inputs. The optimizer, the training loop and the checkpoint stay as they are::
+    Call it like the module. It cuts the batch into shards and runs the replicas side by side. Outputs and gradients
+    equal those of the module alone on the whole batch. Optimizer, training loop and checkpoints stay as they are::
 
         model = everygpu.DataParallel(module)
         criterion(model(x), y).backward()
 
-    It is a ``torch.nn.DataParallel`` for code that looks at it or makes a class of it: forward calls whichever of
-    ``scatter``, ``replicate``, ``parallel_apply`` and ``gather`` is overridden, in torch's order.
+    ``isinstance(model, torch.nn.DataParallel)`` is true. A subclass may override ``scatter``, ``replicate``,
+    ``parallel_apply`` and ``gather``, which forward calls in torch's order.
 
     Args:
-        module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
-            in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere, and taken out of a
-            ``DataParallel`` of everygpu or torch.
-        device_ids: Ints (CUDA indices), names or ``torch.device``; all CUDA devices when left out, or the
-            CPU. ``["cpu"] * n`` gives n replicas on the CPU.
-        output_device: Where outputs go; ``device_ids[0]`` when left out. -1 is the CPU.
-        dim: Where the rows of the batch are.
-        split: ``"chunk"``: as ``torch.chunk``, which may leave the last devices idle; ``"even"``: shares
-            differ by one row at most; a list of weights, one per device; ``"auto"``: weights by the devices'
-            speed and free memory, measured now, or even shares where these are equal. Left out, what
-            ``everygpu run --split`` says, else ``"chunk"``.
-        gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until code
-            needs the whole; ``"joined"``: plain tensors on ``output_device``.
-        engine: ``"auto"``: on GPUs ``"capture"`` where Dynamo proves that a capture does the same, looked for in the
-            first steps; else ``"compile"`` if ``module`` went through ``torch.compile``, or ``"threads"``; see
-            ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled,
-            and launched from one thread; ``"capture"``: on GPUs, after a few forwards on batches of one shape, forward
-            and backward are each captured as a CUDA graph over all devices, and replayed by one call from then on,
-            until anything changes that they were made from, without a proof. Python code in the module, such as a
-            print or a global variable, is then not run again; hooks keep a module from being captured. Writes to frozen
-            parameters that torch doesn't count, as ``teacher.weight.data.mul_(0.9)``, aren't seen: write under
-            ``no_grad``, or call ``release`` after them. A replay goes backward once, from the outputs of the steps
-            before: a model trained otherwise isn't captured, or stops with a ``CaptureError`` that says so.
-        buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
-            buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
-        strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
-        num_replicas: Cut batches for so many replicas, whatever the number of devices, each of which runs as many: the
-            same losses and parameters, bit for bit, on 1, 2, 4 or 8 devices with ``num_replicas=8``; see
-            docs/same-bits.md. Those on one device share its parameters. Left out, one replica per device.
-        bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
-            left out. ``TrainStep`` also takes its buckets' size from here: left out, 12, or more for large models.
-        weight: The weight of a share of the batch, among replicas and, under torchrun, among ranks:
-            called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
-            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, what torch's
-            ``cross_entropy`` or ``nll_loss`` has divided the loss by counts, else rows.
-        shard: For models that don't fit one GPU, with one process a GPU: what each has only its part of.
-            ``"parameters"``: parameters, gradients and the optimizer's states; a block's parameters are whole while it
-            runs. ``"gradients"``: the same, with parameters whole from forward to backward: faster, and larger.
-            ``"optimizer"``: the same, and within ``no_sync`` gradients stay whole, all-reduced once an update.
-            Make the optimizer afterwards. Without it every process has the whole model.
-        wrap: With ``shard``: the classes of the model's blocks, such as ``[Block]``; found when left out.
-        precision: With ``shard``: ``"bf16"`` computes in that, from parameters and states in the model's own dtype, in
-            which gradients are summed (of 16 bits, in ``float32``); ``"fp32"`` or None in the model's own.
-        checkpoint_activations: With ``shard``: ``"blocks"`` has blocks compute their activations again in backward.
+        module: Any ``torch.nn.Module``. It is the first replica itself, so its buffers and attributes change as in a
+            run on one device. It is moved to ``device_ids[0]``, and taken out of another ``DataParallel``.
+        device_ids: Ints (CUDA indices), names or ``torch.device``. By default all CUDA devices, or the CPU if there
+            are none. ``["cpu"] * n`` gives n replicas on the CPU.
+        output_device: Where outputs go, by default ``device_ids[0]``; -1 is the CPU.
+        dim: The dimension of the rows.
+        split: ``"chunk"`` cuts as ``torch.chunk`` does, which may leave the last devices idle. ``"even"``: shares
+            differ by at most one row. A list: one weight per device. ``"auto"``: weights by the devices' speed and
+            free memory, measured now. The default is what ``everygpu run --split`` sets, or ``"chunk"``.
+        gather: ``"sharded"`` returns ``ShardedBatch``es, whose rows stay on their devices until code needs the whole.
+            ``"joined"`` returns plain tensors on ``output_device``.
+        engine: ``"threads"`` runs replicas eagerly, each in a thread. ``"compile"`` compiles them and launches them
+            from one thread. ``"capture"``, on GPUs, captures forward and backward as a CUDA graph each over all
+            devices, after a few forwards on batches of one shape, and then replays them with one call. ``"auto"``, the
+            default, captures if Dynamo proves that this is the same; otherwise it is ``"compile"`` if ``module`` went
+            through ``torch.compile``, or ``"threads"``. ``engine_in_use`` says which. A replay runs no Python code of
+            the module, such as a print. It goes backward once, from the same outputs as the steps before: a model
+            trained otherwise isn't captured, or raises a ``CaptureError``. ``"capture"`` leaves modules with hooks
+            eager, and doesn't see writes to frozen parameters that torch doesn't count, such as
+            ``teacher.weight.data.mul_(0.9)``: write under ``no_grad``, or call ``release`` afterwards.
+        buffers: ``"first"`` keeps the buffers of the first replica. ``"mean"`` averages float buffers, such as
+            BatchNorm's statistics, over the replicas, weighted by rows.
+        strict_device: Raise if the module isn't on ``device_ids[0]``, instead of moving it.
+        num_replicas: How many replicas share a batch, whatever the number of devices, which must divide it. Losses and
+            parameters are then the same, bit for bit, on 1, 2, 4 or 8 devices with ``num_replicas=8``; see
+            docs/same-bits.md. By default one per device.
+        bucket_cap_mb: The size in MiB of buckets of parameters and gradients, by default 25. ``TrainStep`` also uses
+            it; by default its buckets have 12, or more for large models.
+        weight: Called with the arguments of a share, returns how much that share counts among replicas and ranks, such
+            as the number of tokens that its loss is the mean of. By default torch's ``cross_entropy`` and ``nll_loss``
+            count what they divided by, and everything else counts rows.
+        shard: For models that don't fit on one GPU, with one process per GPU: what is sharded over them.
+            ``"parameters"``: parameters, gradients and optimizer state; a block's parameters are whole while it runs.
+            ``"gradients"``: the same, but parameters are whole from forward to backward, which is faster and larger.
+            ``"optimizer"``: the same, and within ``no_sync`` gradients stay whole and are all-reduced once per update.
+            Create the optimizer afterwards. By default every process has the whole model.
+        wrap: With ``shard``: the classes of the model's blocks, such as ``[Block]``; by default they are found.
+        precision: With ``shard``: ``"bf16"`` computes in bfloat16; parameters, optimizer state and gradient sums keep
+            the model's dtype, or ``float32`` for sums of 16-bit gradients. ``"fp32"`` or None computes in that dtype.
+        checkpoint_activations: With ``shard``: ``"blocks"`` recomputes the activations of blocks in backward.
     Raises:
         ModuleError: ``module`` can't be replicated.
         DeviceError: a device is unknown, absent or named twice.
-        RankError: under torchrun, on every rank: the ranks' modules differ in names, shapes or dtypes; or ``shard`` in
-            a process alone.
-        OptimizerError: with ``shard``, an optimizer was made from the model before.
+        RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; or for ``shard`` in a single
+            process.
+        OptimizerError: with ``shard``, an optimizer was created from the model before.
         PlacementError: the module is spread over several devices.
         OptionError: an option has no such value.
     Source:
-        ``torch.nn.DataParallel``; the differences are listed in docs/differences.md. ``shard`` is torch's FSDP2,
+        ``torch.nn.DataParallel``; docs/differences.md lists the differences. ``shard`` is torch's FSDP2,
         ``torch.distributed.fsdp.fully_shard``.
     """
 
@@ -250,7 +245,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         return self._ranks.forward(run, self.module, inputs, kwargs)
 
     def call_method(self, name: str, /, *inputs: Any, pad_value: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the module on all devices, each on a share of the batch, as forward is called::
+        """Call a method of the module on all devices, each with a share of the batch, as forward is called::
 
             tokens = model.call_method("generate", ids, max_new_tokens=20, pad_value=0)
 

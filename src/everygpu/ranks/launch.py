@@ -24,7 +24,7 @@ END_S = 30.0
 
 
 def launch(function: Callable[..., T], *args: Any, processes: int | None = None) -> list[T]:
-    """Call a function in several processes of this machine that train together, one for each GPU::
+    """Call a function in several processes of this machine that train together, one per GPU::
 
         def train(learning_rate):
             model = everygpu.DataParallel(torch.nn.Linear(2, 1))  # on this process's own GPU
@@ -35,16 +35,16 @@ def launch(function: Callable[..., T], *args: Any, processes: int | None = None)
 
         weights, _ = everygpu.launch(train, 0.1, processes=2)
 
-    For notebooks, where a model that can't be captured would run in threads; a script is started by
-    ``everygpu run --processes auto train.py``, or by torchrun. What the function uses is copied to the
-    processes, by cloudpickle; make the model within, so that its weights aren't.
+    Use it in notebooks for models that can't be captured and would run in threads. Start a script with
+    ``everygpu run --processes auto train.py`` or torchrun instead. cloudpickle copies what the function uses to the
+    processes: create the model inside the function, so that its weights aren't copied.
 
     Args:
         function: Called in each process with ``args``; may be defined in a cell.
         *args: Anything that can be pickled.
-        processes: How many; one for each visible GPU when left out. On a machine without GPUs they use the CPU.
+        processes: How many; by default one per visible GPU. On a machine without GPUs they use the CPU.
     Returns:
-        What each has returned, by rank.
+        What each process returned, by rank.
     Raises:
         DeviceError: there is no GPU, and ``processes`` is left out; or there are fewer GPUs.
         OptionError: the function or an argument can't be pickled, or this is one of several processes itself.

@@ -29,22 +29,21 @@ class ShardedOptimizer(Optimizer):
 
         optimizer = everygpu.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
-    The stock optimizer stays the one to ask: its ``param_groups`` are read at every step, so learning-rate
-    schedulers and edits take effect at the next; its ``state_dict()`` gives the whole state in torch's own format,
-    which loads into plain torch and back, whatever the number of devices. Between steps its ``state`` is empty. Each
-    part of the state exists once: ``TrainStep(check_every=...)``, which compares copies, can't see a bit flip in it.
+    You still use the stock optimizer. Its ``param_groups`` are read at every step, so schedulers and edits take effect
+    at the next one. Its ``state_dict()`` returns the whole state in torch's own format, which loads into plain torch
+    and back, on any number of devices. Between steps its ``state`` is empty. Each part of the state exists once, so
+    ``TrainStep(check_every=...)``, which compares copies, can't find a flipped bit in it.
 
     Args:
         optimizer: One of torch.optim that updates each element by itself: ASGD, Adadelta, Adagrad, Adam, AdamW,
-            Adamax, NAdam, RAdam, RMSprop, Rprop, SGD; or each parameter: Adafactor, Muon. What state it has is taken
-            over.
-        device_ids: As for ``DataParallel``; when left out, every CUDA device if the parameters are on CUDA, else
+            Adamax, NAdam, RAdam, RMSprop, Rprop, SGD; or each parameter: Adafactor, Muon. Its state is taken over.
+        device_ids: As for ``DataParallel``; by default every CUDA device if the parameters are on CUDA, otherwise
             the parameters' own device.
-        bucket_cap_mb: Gradients and parameters travel in buckets of about this many MiB; 16 when left out, or more for
+        bucket_cap_mb: Gradients and parameters travel in buckets of about this many MiB; 12 by default, or more for
             large models. In ``TrainStep`` the ``bucket_cap_mb`` of its ``DataParallel`` is used.
-        whole: Each parameter is updated by one device, whole; they are distributed by size. So it is for Adafactor and
-            Muon; for an optimizer of your own, as Shampoo, you say by this that it updates each parameter from its own
-            gradient and state alone.
+        whole: Have one device update each parameter as a whole; parameters are distributed by size. Adafactor and Muon
+            always do so. Pass it for an optimizer of your own, such as Shampoo, that updates each parameter from that
+            parameter's gradient and state alone.
     Attributes:
         module: The stock optimizer.
     Raises:

@@ -88,45 +88,44 @@ class TrainStep:
         for x, y in loader:
             loss = step(x, y)
 
-    Several devices give what one device gives on the whole batch. Each keeps its replica's parameters, updates 1/N of
-    them and hands them out. What writes to parameters in between is noticed: a step of any torch optimizer, a load,
-    writes in place that torch counts, on the CPU also any other. After ``p.data.clamp_()``, or a kernel of your own, on
-    GPUs call ``step.refresh()``.
+    Several devices give the result of one device on the whole batch. Each keeps a replica of the parameters, updates
+    1/N of them and sends these to the others. Other writes to parameters are noticed: a step of any torch optimizer, a
+    load, writes in place that torch counts, and on the CPU any other. After ``p.data.clamp_()`` or a kernel of your own
+    on GPUs, call ``step.refresh()``.
 
     Args:
-        model: A module, for every device there is, or a ``DataParallel``, whose ``bucket_cap_mb`` the step uses.
-        loss: Called as ``loss(output, *targets)``, returns one number, the mean over the batch; None when the
-            model returns the loss itself: as a number, or under ``["loss"]`` or ``.loss``. A number may have any
-            shape with one element; several replicas' are weighted by their rows.
-        optimizer: A torch optimizer, or a ``ShardedOptimizer``. Schedulers and edits of its groups take effect at
-            the next update; its ``state_dict()`` is torch's own. Those that ``ShardedOptimizer`` can't spread step
-            on the primary device.
-        precision: ``"fp32"``; ``"bf16"`` or ``"fp16"``: forward and loss run under autocast. Under ``"fp16"`` the
-            loss is scaled, and updates with gradients that are not finite are left out.
-        accumulate: How many calls make one update, from the mean over all of their rows; what transformers and
-            Accelerate call ``gradient_accumulation_steps``.
-        clip_norm: The largest norm that the whole gradient may have; larger ones are scaled down to it. The
-            ``max_norm`` of ``torch.nn.utils.clip_grad_norm_``, in transformers ``max_grad_norm``.
+        model: A module, to use all devices, or a ``DataParallel``, whose ``bucket_cap_mb`` the step uses.
+        loss: Called as ``loss(output, *targets)``, returns one number, the mean over the batch. None if the model
+            returns the loss: as a number, or under ``["loss"]`` or ``.loss``. A number may have any shape with one
+            element; those of several replicas are weighted by their rows.
+        optimizer: A torch optimizer or a ``ShardedOptimizer``. Schedulers and edits of its groups take effect at the
+            next update. Its ``state_dict()`` is torch's own. One that can't be sharded steps on the primary device.
+        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` to run forward and loss under autocast. ``"fp16"`` scales
+            the loss and skips updates with gradients that aren't finite.
+        accumulate: How many calls make one update, from the mean over all their rows; ``gradient_accumulation_steps``
+            in transformers and Accelerate.
+        clip_norm: The largest norm of the whole gradient; larger ones are scaled down to it. The ``max_norm`` of
+            ``torch.nn.utils.clip_grad_norm_``, and ``max_grad_norm`` in transformers.
         compile: Run replicas compiled; see ``DataParallel``'s ``engine``.
-        capture: ``"auto"``: on GPUs, after a few steps on batches of one shape, the whole step is captured as a CUDA
-            graph over all devices, and replayed by one call from then on, as long as nothing that it was made from
-            changes; steps that can't be captured run as they are. ``False``: never. ``True``: also where a module has
-            hooks, which are then not called; raise where a step can't be captured.
-        on_nonfinite: What becomes of an update with a loss or a gradient that is nan or infinite. ``"skip"``: it is
-            left out on the devices, which nothing waits for, with a warning; the tenth in a row raises. ``"raise"``: it
-            is left out, and a call soon after raises. ``"ignore"``: nothing looks for it.
-        weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
-            how much it counts in an update, of all ranks: such as its tokens that aren't ignored. Left out, it is known
-            what torch's ``cross_entropy`` and ``nll_loss`` average over, where the loss is theirs; else rows count.
-        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
+        capture: ``"auto"`` captures the whole step on GPUs as a CUDA graph over all devices, after a few steps on
+            batches of one shape, and replays it with one call until something changes that it was made from. Steps
+            that can't be captured run eagerly. ``False`` never captures. ``True`` also captures modules with hooks,
+            which are then not called, and raises if a step can't be captured.
+        on_nonfinite: What to do with an update whose loss or gradients are nan or infinite. ``"skip"`` skips it on the
+            devices, without waiting, and warns; the tenth in a row raises. ``"raise"`` skips it, and a call soon after
+            raises. ``"ignore"`` doesn't check.
+        weight: Called with inputs and targets, as ``weight(x, mask, y)`` for ``step((x, mask), y)``, returns how much
+            the batch counts in an update and among ranks, such as its tokens that aren't ignored. By default torch's
+            ``cross_entropy`` and ``nll_loss`` count what they average over, and everything else counts rows.
+        check_every: Compare the parameters of all replicas and ranks bit by bit before every so many updates; see
             "Flipped bits" in docs/reliability.md.
     Raises:
-        CaptureError: under ``capture=True``, at a step that can't be captured.
+        CaptureError: with ``capture=True``, at a step that can't be captured.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
-        OptimizerError: this is no optimizer, or one of another model, or one that needs a closure; parameters share
+        OptimizerError: this is no optimizer, or one of another model, or one that needs a closure; or parameters share
             memory.
-        NonFiniteError: ten updates in a row were left out; under ``on_nonfinite="raise"`` one was, on GPUs within the
-            last eight. ``everygpu run`` ends with exit code 5.
+        NonFiniteError: ten updates in a row were skipped; with ``on_nonfinite="raise"`` one was, on GPUs among the last
+            eight. ``everygpu run`` ends with exit code 5.
         OptionError: an option has no such value.
         DivergedError: from a step whose check finds parameters that differ.
     """
@@ -230,7 +229,7 @@ class TrainStep:
         return loss
 
     def flush(self) -> None:
-        """Update from the batches seen since the last update, though they are fewer than ``accumulate``."""
+        """Make an update from the batches since the last one, even if they are fewer than ``accumulate``."""
         seen, self._num_batches = self._num_batches, 0
         if seen:
             if self._replica_check is not None:
@@ -244,7 +243,7 @@ class TrainStep:
         """Run the model and the loss in eval mode, without gradients; arguments as for a call.
 
         Returns:
-            The loss of all ranks' batches, so every rank calls it, shape (), and the model's output.
+            The loss, shape (), over the batches of all ranks, so every rank must call it; and the model's output.
         """
         self._strategy.refresh()
         with evaluating(self.model), torch.no_grad():
@@ -280,7 +279,7 @@ class TrainStep:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what model and optimizer don't hold: counters, and the scale of the loss under ``"fp16"``."""
+        """Return what model and optimizer don't hold: counters, and the loss scale of ``"fp16"``."""
         if self._num_batches:
             logger.warning(
                 "TrainStep: saved after %d of %d batches of an update, whose gradients are not in the state: a resumed "
@@ -295,7 +294,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state that ``state_dict`` returned; batches seen since the last update are dropped."""
+        """Load a state that ``state_dict`` returned; batches since the last update are dropped."""
         self._num_batches = 0
         self._num_steps = state["num_steps"]
         self._finite_check.restart(state["num_skipped"])
