@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.comm
+from everygpu.devices.seed import seeds_by_replica
 from everygpu.parallel.compiler.capturable_graph import innermost
 from everygpu.parallel.cuda_graphs import executed_code
 from everygpu.parallel.cuda_graphs.host_rng import draw_idly
@@ -52,6 +53,7 @@ class Tape:
         # On GPUs, torch.rand([]) and what is made of it is on the host, where nothing is captured.
         self._on_host: list[Tensor] = []
         self._num_drawn = 0
+        self._generators: list[torch.Generator] = []
         # Let go since the capture: other captures use it between replays.
         self._free: list[_Memory] = []
 
@@ -79,7 +81,17 @@ class Tape:
     def may_replay(self) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(True)
 
+    def add_generators(self, devices: Sequence[torch.device]) -> None:
+        self._generators = [torch.Generator(d) for d in devices]
+
+    def random_of(self, devices: Sequence[torch.device], positions: Sequence[int]) -> "TurnsOnTape":
+        return TurnsOnTape(self._moments, [self._generators[p] for p in positions])
+
     def replay(self) -> None:
+        for generator, seed in zip(
+            self._generators, seeds_by_replica(range(len(self._generators))) if self._generators else ()
+        ):
+            generator.manual_seed(seed)
         gone = [m for m in self._memories.values() if m.num_bytes and m.is_gone()]
         assert not gone, f"{len(gone)} tensors that the capture uses are freed, of {[m.num_bytes for m in gone]} bytes"
         for memory in self._memories.values():
@@ -151,6 +163,28 @@ class Tape:
             if memory.is_let_go():
                 memory.spoil()
                 self._moments.append(memory.spoil)
+
+
+class TurnsOnTape:
+    """Has replicas' own random numbers drawn in turns, by each replay."""
+
+    def __init__(self, moments: list[Callable[[], object]], generators: Sequence[torch.Generator]) -> None:
+        self._moments, self._generators = moments, generators
+        self._before = torch.Generator()
+
+    def enter(self, index: int) -> None:
+        def moment() -> None:
+            self._before.set_state(torch.get_rng_state())
+            torch.set_rng_state(self._generators[index].get_state())
+
+        self._moments.append(moment)
+
+    def leave(self, index: int) -> None:
+        def moment() -> None:
+            self._generators[index].set_state(torch.get_rng_state())
+            torch.set_rng_state(self._before.get_state())
+
+        self._moments.append(moment)
 
 
 class Moment:

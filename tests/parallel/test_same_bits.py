@@ -135,6 +135,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 class Result(NamedTuple):
     losses: list[Tensor]
     tensors: dict[str, Tensor]
+    engines: set[str]
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -154,26 +155,29 @@ def train(
     """Train on so many devices, by ``TrainStep`` with these options or in a loop."""
     everygpu.seed_all(1)
     module, batch, loss = make()
-    buffers = options.pop("buffers", "first")
-    model = everygpu.DataParallel(module, ["cpu"] * num_devices, num_replicas=NUM_REPLICAS, buffers=buffers)
+    mine: dict[str, Any] = {"num_replicas": NUM_REPLICAS, "engine": "auto", "buffers": "first"}
+    mine = {name: options.pop(name, value) for name, value in mine.items()}
+    model = everygpu.DataParallel(module, ["cpu"] * num_devices, **mine)
     own = optimizer([*module.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())])
     train_step = everygpu.TrainStep(model, loss, own, **options) if step else None
-    losses = []
+    losses, engines = [], set()
     for index in range(num_steps):
         inputs, targets = batch(index)
         if train_step is not None:
             losses.append(train_step(inputs, targets))
+            engines.add(train_step.stats().engine)
             continue
         own.zero_grad()
         value = loss(model(inputs), targets)
         value.backward()
         own.step()
         losses.append(gather(value.detach()))
+        engines.add(model.engine_in_use)
     if train_step is not None:
         train_step.flush()
     model.release()
     found = {**module.state_dict(), **states_of(own)}
-    return Result(losses, {name: t.clone() for name, t in found.items()})
+    return Result(losses, {name: t.clone() for name, t in found.items()}, engines)
 
 
 def assert_same(a: Result, b: Result) -> None:

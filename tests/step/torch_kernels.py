@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everygpu.comm import tree_sum
+
 
 class Kernels:
     """In place of all these modules.
@@ -66,12 +68,15 @@ def _add(
     index: int,
     rank: int,
     mark: float = 0.0,
+    by_tree: bool = False,
 ) -> None:
     for k, length in enumerate(lengths.tolist()):
         if not length:
             continue
         parts = [_at(address, length, dtype) for address in sources[:, k].tolist()]
         total = sum(part if dtype is torch.float64 else part.float() for part in parts)
+        if by_tree:
+            total = tree_sum(parts, parts[0].device)
         place = int(targets[index]) + dtype.itemsize * (begin + k * block)
         _at(place, length, dtype).copy_(total)
         if squares is not None:

@@ -108,6 +108,12 @@ def spread_seeds(devices: Sequence[torch.device]) -> None:
         _spread_cpu(first)
 
 
+def seeds_by_replica(positions: Sequence[int]) -> list[int]:
+    """Draw a number from the CPU's generator, and derive a seed from it for each of some replicas."""
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    return [derive_seed(seed, position + 1) for position in positions]
+
+
 class ReplicaRandom:
     """Random numbers of each replica's own, whichever device it is on, for one forward.
 
@@ -116,8 +122,7 @@ class ReplicaRandom:
     """
 
     def __init__(self, devices: Sequence[torch.device], positions: Sequence[int]) -> None:
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        self._seeds = [derive_seed(seed, position + 1) for position in positions]
+        self._seeds = seeds_by_replica(positions)
         self._generators = [[torch.default_generator, *_generators_of(device)] for device in devices]
         self._states: dict[int, list[Tensor]] = {}
         self._before: list[Tensor] = []
@@ -138,6 +143,33 @@ class ReplicaRandom:
         self._states[index] = [g.get_state() for g in generators]
         for generator, state in zip(generators, self._before):
             generator.set_state(state)
+
+
+class CapturedRandom:
+    """Each replica's own random numbers in a CUDA graph, which seeds its generators before each replay.
+
+    The host's generators stay as they are: a capture in which they are drawn from is refused.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+        self._before: torch.Generator | None = None
+
+    def enter(self, index: int) -> None:
+        """Draw a replica's own numbers from now on."""
+        generator = self._generators[index]
+        default = torch.cuda.default_generators[generator.device.index]
+        self._before = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+
+    def leave(self, index: int) -> None:
+        """Draw other numbers until the replica continues."""
+        assert self._before is not None  # noqa: S101 - it has been entered
+        torch.cuda.default_generators[self._generators[index].device.index].graphsafe_set_state(self._before)
+
+
+RandomOf = Callable[[Sequence[torch.device], Sequence[int]], ReplicaRandom | CapturedRandom | None]
+"""From the replicas' devices and numbers to their random numbers; None where replicas draw from their devices'."""
 
 
 def _generators_of(device: torch.device) -> list[torch.Generator]:

@@ -4,7 +4,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,6 +181,10 @@ class BucketPlan:
     def num_blocks(self) -> int:
         """Blocks in one chunk."""
         return self.chunk_numel // BLOCK_NUMEL
+
+    def in_chunks(self, num: int) -> "BucketPlan":
+        """Return the same layout, cut into another number of chunks, of which each has several of these."""
+        return replace(self, chunk_numel=self.numel // num, num_chunks=num)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
@@ -376,6 +380,11 @@ ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
 
 
+def is_plain(t: Tensor) -> bool:
+    """Whether a tensor lies in memory as its copies do: the same layout computes the same."""
+    return t.stride() == torch.empty_like(t, device="meta").stride() and t.data_ptr() % LEAST_ALIGNMENT == 0
+
+
 class BroadcastBucket:
     """Tensors of one dtype that travel together.
 
@@ -481,11 +490,6 @@ class BroadcastBucket:
         flats = [self.plan.flatten(dict(enumerate(row)), row[0].device) for row in grads if row[0] is not None]
         total = comm.tree_sum(flats, self.device)
         return [] if total is None else list(self.plan.views(total))
-
-    def is_plain(self, originals: Sequence[Tensor]) -> bool:
-        """Whether originals lie in memory as their copies do: memory that lies alike computes alike."""
-        pairs = zip(originals, self.plan.slots)
-        return all(t.stride() == slot.strides and t.data_ptr() % LEAST_ALIGNMENT == 0 for t, slot in pairs)
 
     def copy_here(self, originals: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the values on their own device, without gradients, laid out as the others'."""

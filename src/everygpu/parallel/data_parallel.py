@@ -15,7 +15,7 @@ from torch.nn import DataParallel as TorchDataParallel
 
 from everygpu._watchdog import watch_if_requested
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
-from everygpu.devices.seed import spread_seeds
+from everygpu.devices.seed import CapturedRandom, RandomOf, ReplicaRandom, spread_seeds
 from everygpu.devices.visible import report_no_gpu
 from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, OptionError
 from everygpu.parallel.batch_norm import normalizes_shares
@@ -118,7 +118,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     _transient = frozenset(
         {"_replicas", "_has_reported", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
-         "_ids", "_first_parameter", "_label_check"}
+         "_random_of", "_ids", "_first_parameter", "_label_check"}
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
     """One per replica; ``device_ids`` names them as torch does."""
@@ -219,10 +219,12 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if not isinstance(before, ShardedRankModel):
             more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
             self._ranks = None if group is None else RankModel(group, *more, before)
+        self._random_of: RandomOf | None = ReplicaRandom if self.replicas_per_device and not overrides else None
         self._engine = self._make_engine(overrides)
-        self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
+        me: Any = weakref.proxy(self)
+        workers = Workers(len(self.replica_devices) - 1, lambda *replicas: me.random_of(*replicas))
+        self._threads = self._engine if isinstance(self._engine, Workers) else workers
         self._threads.runs_at_once = "replicate" in overrides
-        self._threads.draws_by_replica = self.num_replicas is not None and not overrides
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         first = next(self.module.parameters(), None)
@@ -230,7 +232,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     def _make_engine(self, overrides: Sequence[str]) -> Engine:
         me: Any = weakref.proxy(self)  # or this would hold itself
-        engine = table.make_engine("threads" if is_sharded(self) or self.num_replicas else self.engine, me)
+        engine = table.make_engine("threads" if is_sharded(self) else self.engine, me)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
@@ -575,6 +577,22 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             ``DistributedDataParallel.no_sync``.
         """
         return nullcontext() if self._ranks is None else self._ranks.no_sync()
+
+    def random_of(
+        self, devices: Sequence[torch.device], positions: Sequence[int]
+    ) -> ReplicaRandom | CapturedRandom | None:
+        """Return the random numbers of some replicas; None where they draw from their devices' generators."""
+        return None if self._random_of is None else self._random_of(devices, positions)
+
+    @contextmanager
+    def drawing_by(self, random_of: RandomOf) -> Iterator[None]:
+        """Have replicas that draw random numbers of their own draw others within, as in a capture."""
+        before = self._random_of
+        self._random_of = None if before is None else random_of
+        try:
+            yield
+        finally:
+            self._random_of = before
 
     def stop_capturing(self, reason: str) -> None:
         """Switch to another engine, as ``TrainStep`` won't capture."""

@@ -93,8 +93,10 @@ class CapturableStep(Capturable[Tensor]):
         self._strategy.prepare()
         if not self._updates_at_once():
             return None
-        needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole
         checks = self._step._finite_check.is_on
+        # Applied in part, an update that isn't finite would tell whether it was captured.
+        is_alike = checks and self._strategy.flat_params.by_tree
+        needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole or is_alike
         return self._strategy.early_update(overlap_backward=self._overlaps_backward and not needs_all, checks=checks)
 
     def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Captured:
@@ -102,9 +104,9 @@ class CapturableStep(Capturable[Tensor]):
         bypassed: list[Tensor] = []
         own_leaves = self._strategy.own_leaves(self.roots(), bypassed) if self._has_own_leaves else nullcontext()
         try:
-            with own_leaves:
+            with own_leaves, self._step.model.drawing_by(graph.random_of):
                 captured = graph.capture(lambda: self._run(batch.read(), prepared))
-            self._is_bypassed = bool(bypassed)
+            self._is_bypassed = bool(bypassed) and not self._strategy.flat_params.by_tree
             if bypassed:
                 raise CaptureError("the loss has parameters that it took out of the model before")
         finally:
@@ -117,6 +119,8 @@ class CapturableStep(Capturable[Tensor]):
         step, before = self._step, self._strategy.flat_params.grad_versions()
         loss = step._learn(batch, update)
         if update is None:
+            if self._strategy.flat_params.has_direct_grads:
+                raise CaptureError("the loss computes with parameters itself")
             # Not those of previous batches, which this update may also have.
             touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
             return _Captured(loss, touched, None, moments=moments)
@@ -172,4 +176,5 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
     work = CapturableStep(step, strategy, must=must)
-    return Capture(work, "TrainStep", model._route, must=must, level=level, proves_hooks=True, gives_up=not must)
+    options = {"must": must, "proves_hooks": True, "gives_up": not must, "by_replica": model.replicas_per_device > 0}
+    return Capture(work, "TrainStep", model._route, level=level, **options)

@@ -30,7 +30,7 @@ from everygpu.parallel.cuda_graphs.transfer import (
 from everygpu.step.finite_check import UpdateStatus
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Shards
-from everygpu.step.update import clip_factor, norm_of, norms_of
+from everygpu.step.update import clip_factor, find_inf, multiply, norm_of, norms_of, total_norm
 from everygpu.torch_private.core import unscale_
 
 _LOSS = -1
@@ -40,7 +40,7 @@ _LOSS = -1
 def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
     """Whether an update can be captured: several devices must read and write each other's memory in kernels."""
     devices = flat_params.devices
-    is_alone = len(devices) == 1
+    is_alone = len(shards.devices) == 1
     reach = is_alone or (len(set(devices)) == len(devices) and reach_each_other(devices) and comm.has_triton())
     return supports_captured_update(flat_params, shards) and reach
 
@@ -48,7 +48,7 @@ def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
 def supports_captured_update(flat_params: FlatParameters, shards: Shards) -> bool:
     """Whether parameters and optimizers are such as captured updates serve."""
     slots = [slot for plan in flat_params.plans for slot in plan.slots]
-    whole_blocks = len(flat_params.devices) == 1 or all(slot.start % BLOCK_NUMEL == 0 for slot in slots)
+    whole_blocks = len(shards.devices) == 1 or all(slot.start % BLOCK_NUMEL == 0 for slot in slots)
     return shards.fuses and bool(slots) and whole_blocks
 
 
@@ -91,7 +91,8 @@ class EarlyUpdate(ABC):
         try:
             with self._marks.watching([[[t[i] for i in row] for t in replicas] for row in awaited], self._watch):
                 yield
-            self.touched = {i for tensors in replicas for i, t in enumerate(tensors) if t.grad is not None}
+            found = [self._grads_of(replica) for replica in range(len(replicas))]
+            self.touched = {i for grads in found for i, g in enumerate(grads) if g is not None}
             for b, replica in itertools.product(self._used(self.touched - self._expected), range(len(replicas))):
                 self._marks.forget(b, replica)  # a gradient that wasn't expected may have come after the moment
             self._take_grads()
@@ -135,16 +136,32 @@ class EarlyUpdate(ABC):
         if self._checks:
             if norm is not None:
                 self.status.add_(norm, alpha=0)
-            found_inf = comm.copy_to_each(torch.ne(self.status, UpdateStatus.APPLIED).float(), self._devices)
+            is_left_out = torch.ne(self.status, UpdateStatus.APPLIED).float()
+            found_inf = comm.copy_to_each(is_left_out, self._shards.devices)
         if clip_norm is not None and norm is not None:
-            scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
+            scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._shards.devices)
         self._shards.step(self.touched, found_inf, grads=grads, grad_scales=scales)
 
     def _replicas(self) -> list[list[Tensor]]:
-        return [self._flat_params.params, *self._flat_params.twins]
+        """List what replicas' gradients are of, for each device."""
+        flat_params = self._flat_params
+        return flat_params.twins if flat_params.by_tree else [flat_params.params, *flat_params.twins]
+
+    def _grads_of(self, replica: int) -> list[Tensor | None]:
+        """Return a device's gradients, the first one's with those of parameters themselves, as of a loss."""
+        grads = [t.grad for t in self._replicas()[replica]]
+        if not self._flat_params.by_tree or replica:
+            return grads
+        direct = [p.grad for p in self._flat_params.params]
+        if any(d is not None and self._is_replicas(i) for i, d in enumerate(direct)):
+            raise CaptureError("the loss computes with parameters that replicas have, too")
+        return [g if d is None else d for g, d in zip(grads, direct)]
+
+    def _is_replicas(self, i: int) -> bool:
+        return any(tensors[i].grad is not None for tensors in self._replicas())
 
     def _clear(self) -> None:
-        for tensors in self._replicas():
+        for tensors in (self._flat_params.params, *self._flat_params.twins):
             for t in tensors:
                 t.grad = None
 
@@ -205,7 +222,9 @@ class UpdateByChunks(EarlyUpdate):
         self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, overlap_backward: bool, checks: bool
     ) -> None:
         super().__init__(flat_params, shards, expected, overlap_backward=overlap_backward, checks=checks)
-        devices, plans = self._devices, self._plans
+        devices = self._devices
+        # Where replicas share a device, that has several neighbouring chunks.
+        self._plans = plans = [plan.in_chunks(len(devices)) for plan in self._plans]
         comm.connect(devices)
         # What the kernels read: tables that are filled once the capture is made.
         self._sources = [GradTables(plan, devices, devices) for plan in plans]
@@ -240,12 +259,30 @@ class UpdateByChunks(EarlyUpdate):
             return None
         synchronize_streams(self._devices)
         squares = [torch.cat(rows).sum() for rows in zip(*self._squares)]
-        norm = torch.stack([comm.copy(s, self.status.device) for s in squares]).sum().sqrt()
-        self._step(norm, clip_norm)
+        norm: Tensor | None = torch.stack([comm.copy(s, self.status.device) for s in squares]).sum().sqrt()
+        if self._flat_params.by_tree:
+            norm = self._look_by_tree(clip_norm)
+        self._step(norm, None if self._flat_params.by_tree else clip_norm)
         for b in used:
             self._send(b)
         synchronize_streams(self._devices)
         return norm
+
+    def _look_by_tree(self, clip_norm: float | None) -> Tensor | None:
+        """Look at the sums, and clip them, as an update that isn't captured does, to the bit."""
+        flat_params = self._flat_params
+        others = set(range(len(flat_params.params))) - self.touched
+        for i, device in itertools.product(others, range(len(self._devices))):
+            flat_params.grad_slots(device)[i].fill_(-0.0)
+        shares = [list(column) for column in zip(*flat_params.chunks(flat_params.grads))]
+        if clip_norm is not None:
+            norm = total_norm(shares, self.status.device)
+            multiply(shares, clip_factor(norm, clip_norm))
+            return norm
+        if self._checks:
+            found = find_inf(shares, self._made)
+            self.status.copy_(torch.where(found != 0, float("nan"), self.status))
+        return None
 
     def finish_capture(self) -> None:
         for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
@@ -255,10 +292,11 @@ class UpdateByChunks(EarlyUpdate):
 
     def _take_grads(self) -> None:
         """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
-        for replica, tensors in enumerate(self._replicas()):
+        for replica in range(len(self._devices)):
+            grads = self._grads_of(replica)
             for b, plan in enumerate(self._plans):
                 touched = [slot.index for slot in plan.slots if slot.index in self.touched]
-                if self._sources[b].take(replica, {i: tensors[i].grad for i in touched}):
+                if self._sources[b].take(replica, {i: grads[i] for i in touched}):
                     self._marks.forget(b, replica)
 
     def _send_gate(self) -> None:
@@ -275,12 +313,15 @@ class UpdateByChunks(EarlyUpdate):
                 "mark": [UpdateStatus.PARTLY_APPLIED.value] * len(self._devices),
             }
         tables = self._sources[b].tables, self._lengths[b], self._targets
-        add_blocks(self._plans[b], self._devices, *tables, index=b, notes=notes)
+        add_blocks(self._plans[b], self._devices, *tables, index=b, by_tree=self._flat_params.by_tree, notes=notes)
 
     def _update(self, b: int) -> None:
         self._reduce(b)
-        self._shards.step(self.touched, [found[b] for found in self._found_inf] if self._checks else None, bucket=b)
+        num = len(self._shards.devices)
+        found_inf = [self._found_inf[j * len(self._devices) // num][b] for j in range(num)]
+        self._shards.step(self.touched, found_inf if self._checks else None, bucket=b)
         self._send(b)
 
     def _send(self, b: int) -> None:
-        send_blocks(self._plans[b], self._devices, self._values[b], self._lengths[b], self._others[b])
+        if len(self._devices) > 1:
+            send_blocks(self._plans[b], self._devices, self._values[b], self._lengths[b], self._others[b])

@@ -207,6 +207,15 @@ class FlatParameters:
         """Return each parameter's place in a replica's memory."""
         return dict(enumerate(self._slots[replica]))
 
+    @property
+    def has_direct_grads(self) -> bool:
+        """Whether parameters themselves got gradients from the last batch, as of a loss."""
+        return bool(self._direct)
+
+    def grad_slots(self, replica: int) -> list[Tensor]:
+        """Return each parameter's place in the memory of a replica's gradients."""
+        return self._grad_slots[replica]
+
     def hand_back_grads(self) -> None:
         """Give parameters the gradients of this update so far, of all devices, as their own."""
         for i in self.touched():

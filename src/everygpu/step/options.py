@@ -186,7 +186,8 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks
         logger.log(level, "TrainStep: %s, so the optimizer steps on %s.", reason, model.replica_devices[0])
         return ShardedUpdate(model, optimizer)
     sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
-    return ShardedUpdate(model, sharded, fixed=captures, may_return=captures and not checks)
+    may_return = captures and not checks and not model.replicas_per_device  # whose chunks the norm is made of
+    return ShardedUpdate(model, sharded, fixed=captures, may_return=may_return)
 
 
 def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:

@@ -22,7 +22,14 @@ from everygpu.parallel.compiler.whole_graph import WholeGraph
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.executed_code import ExecutedCode
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
-from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, IdleDraws, draw_idly, is_same_state
+from everygpu.parallel.cuda_graphs.host_rng import (
+    DRAW_GATE,
+    HostGenerators,
+    IdleDraws,
+    draw_idly,
+    is_same_state,
+    keeps_dropout_state,
+)
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import CAPTURE_LOCK, MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.reached_state import ReachedState
 from everygpu.parallel.cuda_graphs.static_batch import (
@@ -213,6 +220,8 @@ class Capture(Generic[Result]):
         proves_hooks: A capture has such a proof where there are hooks of forward.
         is_promised: What can't be seen, such as a generator's state, doesn't change what steps do.
         gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
+        by_replica: Replicas draw random numbers of their own, whichever device they are on. The host's would be drawn
+            by each replica: a capture has none.
     """
 
     def __init__(
@@ -227,12 +236,14 @@ class Capture(Generic[Result]):
         proves_hooks: bool = False,
         is_promised: bool = False,
         gives_up: bool = True,
+        by_replica: bool = False,
     ) -> None:
         self.reason: str | None = None
         """Why no step will be captured any more, if so."""
         self._proves = proves
         self._proves_hooks = proves or proves_hooks
         self._gives_up = gives_up
+        self._by_replica = by_replica
         self._kinds = BatchKinds(name, route.devices)
         self._proofs = ForwardProofs()
         self._step = step
@@ -350,12 +361,18 @@ class Capture(Generic[Result]):
         if guards is None or is_passed:
             guards = ModuleGuards(roots, others, None if self._proves else self._code)
         self._guards, self._guard_key = guards, key
-        reason = self._step.unsupported_reason() or self._find_unseen(guards)
+        reason = self._step.unsupported_reason() or self._find_shared_dropout(roots) or self._find_unseen(guards)
         if reason is not None and not self._must:
             self._give_up(reason)
         elif self._num_failures > MAX_ATTEMPTS:
             self._give_up(self._change or "the modules, or torch's settings, are others at every step")
         return is_passed and self.reason is None
+
+    def _find_shared_dropout(self, roots: Sequence[nn.Module]) -> str | None:
+        is_shared = self._by_replica and self._route.devices[0].type == "cuda" and keeps_dropout_state(roots)
+        return (
+            "cuDNN's dropout between recurrent layers draws numbers of a GPU's, not of a replica" if is_shared else None
+        )
 
     def _find_unseen(self, guards: ModuleGuards) -> str | None:
         """Say why a replay wouldn't do what the step does, if that is known."""
@@ -420,7 +437,7 @@ class Capture(Generic[Result]):
             found = self._attempt(held)
         after = generators.states()
         has_drawn = not all(map(is_same_state, before, after))
-        if has_drawn and not isinstance(found, str):
+        if has_drawn and not isinstance(found, str) and not self._by_replica:
             num = self._count_idle_draws(held, generators, before, after)
             has_drawn = num is None
             found = replace(found, num_idle_draws=num or 0)
@@ -445,6 +462,8 @@ class Capture(Generic[Result]):
         others = next(iter(self._graphs.values()), None)
         # They are replayed in turn, and nothing has to stay in their memory in between.
         graph = MultiGpuGraph(self._route.devices) if others is None else others.graph.new_in_same_pool()
+        if self._by_replica:
+            graph.add_generators(self._route.devices)
         try:
             prepared, before = self._step.prepare(), held.versions()
             proof = self._prove(held) if self._step.needs_proof() else None

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
-from everygpu.parallel.buckets import Grads, Use, replica_bucket_bytes
+from everygpu.parallel.buckets import Grads, Use, is_plain, replica_bucket_bytes
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.cuda_graphs.capture import Capturable, Capture
 from everygpu.parallel.cuda_graphs.host_rng import draw_seeds
@@ -199,6 +199,8 @@ class CapturedForward(Capturable[PerReplica]):
         self._wrapper = wrapper
         route = wrapper._route
         self._devices = route.devices
+        self._places = route.devices[:: wrapper.replicas_per_device or 1]
+        """The devices, each once, where replicas share one."""
         self._proves = proves
         self._replicas: ReplicaSet | None = None
         self._modules: list[nn.Module] = []
@@ -218,6 +220,7 @@ class CapturedForward(Capturable[PerReplica]):
             proves=proves,
             is_promised=not proves,
             gives_up=proves,
+            by_replica=wrapper.replicas_per_device > 0,
         )
         """Makes captures, drops them, and says why no forward will be captured any more, if so."""
 
@@ -294,7 +297,9 @@ class CapturedForward(Capturable[PerReplica]):
         return [option for option in self._wrapper._capture_options if callable(option)]
 
     def unsupported_reason(self) -> str | None:
-        return find_unsupported_tensor(self._wrapper.module) or why_not_sent(self._trained(), self._devices)
+        if self._wrapper.replicas_per_device > 1 and not all(map(is_plain, self._trained())):
+            return "replicas that share a GPU's parameters can't use them where they are in memory"
+        return find_unsupported_tensor(self._wrapper.module) or why_not_sent(self._trained(), self._places)
 
     def needs_proof(self) -> bool:
         if self._refused is not None:
@@ -314,7 +319,8 @@ class CapturedForward(Capturable[PerReplica]):
 
     def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> ForwardGraphs:
         draw_seeds(self.roots(), self._devices)
-        found = graph.capture(lambda: self._forward(batch, prepared))
+        with self._wrapper.drawing_by(graph.random_of):
+            found = graph.capture(lambda: self._forward(batch, prepared))
         call, outputs = found.call, seal_outputs(list(found))
         assert call is not None  # noqa: S101 - replicas' own outputs know it
         if not isinstance(call.weights, DeviceWeights) and call.weights not in (call.rows, (1,) * len(outputs), None):
@@ -372,7 +378,8 @@ class CapturedForward(Capturable[PerReplica]):
         return [p for p in self._wrapper.module.parameters() if p.requires_grad]
 
     def _make_twins(self) -> Twins:
-        self._sync = ParameterSync(self._trained(), self._devices, replica_bucket_bytes(self._wrapper.bucket_cap_mb))
+        size, by_tree = replica_bucket_bytes(self._wrapper.bucket_cap_mb), self._wrapper.replicas_per_device > 0
+        self._sync = ParameterSync(self._trained(), self._places, size, by_tree=by_tree)
         return self._sync.twins()
 
     @property
@@ -405,7 +412,7 @@ class CapturedForward(Capturable[PerReplica]):
         """Capture the backward from some outputs in the memory of the forward's graph."""
         backward, leaves, sums = graph.new_in_same_pool(), prepared.leaves, prepared.sums
         try:
-            grads = backward.capture(lambda: _go_backward(outputs, seeds, leaves, sums, self._devices))
+            grads = backward.capture(lambda: _go_backward(outputs, seeds, leaves, sums, self._places))
         finally:
             graph.has_replaced_generators |= backward.has_replaced_generators
         for total in sums:

@@ -126,6 +126,11 @@ def _is_among(x: Any, tensors: Sequence[Tensor]) -> bool:
     return any(x is t for t in tensors)
 
 
+def keeps_dropout_state(roots: Sequence[nn.Module]) -> bool:
+    """Whether there are recurrent layers with dropout, for which cuDNN keeps a random state per GPU."""
+    return any(isinstance(m, nn.RNNBase) and m.training and m.dropout for root in roots for m in root.modules())
+
+
 def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
     """Make cuDNN draw the seed of recurrent layers' dropout now, unless it has.
 
@@ -134,9 +139,7 @@ def draw_seeds(roots: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
 
     Source: ``get_dropout_state`` in PyTorch's ``aten/src/ATen/native/cudnn/RNN.cpp``.
     """
-    if not any(isinstance(m, nn.RNNBase) and m.training and m.dropout for root in roots for m in root.modules()):
-        return
-    for device in devices:
+    for device in devices if keeps_dropout_state(roots) else ():
         if device.type == "cuda":
             smallest = nn.RNN(1, 1, num_layers=2, dropout=0.5, device=device)
             with torch.no_grad(), torch.autocast("cuda", enabled=False):

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on, queueing_on_each
+from everygpu.devices.seed import CapturedRandom, seeds_by_replica
 from everygpu.parallel.cuda_graphs.executed_code import profiling
 from everygpu.progress import running
 from everygpu.torch_private.core import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
@@ -115,6 +116,8 @@ class MultiGpuGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []
+        self._generators: list[torch.Generator] = []
+        """Of replicas that draw random numbers of their own; see ``ReplicaRandom``."""
         self.has_replaced_generators = False
         """A capture that failed has broken torch's random generators: earlier graphs refer to the old ones."""
 
@@ -126,7 +129,9 @@ class MultiGpuGraph:
         current ones. What it returns has its values after each ``replay``. Where it raises, memory is returned, and
         random generators are as before; see ``has_replaced_generators``.
         """
-        self._random = [_RandomState(d) for d in self._devices[1:]]
+        defaults = [torch.cuda.default_generators[d.index] for d in self._devices[1:]]
+        others = [g for g in self._generators if g.device != self._devices[0]]
+        self._random = [_RandomState(g) for g in (*defaults, *others)]
         comm.connect(self._devices)
         return_memory(self._devices)
         with on_capture_streams(self._devices):
@@ -142,6 +147,14 @@ class MultiGpuGraph:
         release = weakref.finalize(self, CAPTURE_LOCK.defer_until_idle, give_back)
         release.atexit = False
         return result
+
+    def add_generators(self, devices: Sequence[torch.device]) -> None:
+        """Have each of several replicas draw random numbers of its own in the capture, by ``random_of``."""
+        self._generators = [torch.Generator(d) for d in devices]
+
+    def random_of(self, devices: Sequence[torch.device], positions: Sequence[int]) -> CapturedRandom:
+        """Return the random numbers of some replicas, for a forward that is captured."""
+        return CapturedRandom([self._generators[p] for p in positions])
 
     def new_in_same_pool(self) -> "MultiGpuGraph":
         """Make a graph for what comes after this one, in the same memory: they are replayed in turn.
@@ -162,6 +175,9 @@ class MultiGpuGraph:
         Called within ``may_replay``, where that is True.
         """
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        seeds = seeds_by_replica(range(len(self._generators))) if self._generators else ()
+        for generator, seed in zip(self._generators, seeds):
+            generator.manual_seed(seed)
         for state in self._random:
             state.fill()
         for stream in others:
@@ -176,6 +192,9 @@ class MultiGpuGraph:
         for d in self._devices[1:]:
             with torch.cuda.device(d):  # where the generator's state is put
                 self._graph.register_generator_state(torch.cuda.default_generators[d.index])
+        for generator in self._generators:
+            with torch.cuda.device(generator.device):
+                self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
         for d, stream in zip(self._devices[1:], others):
@@ -231,15 +250,17 @@ class _RandomState:
     wait for. So the same values are put there before: a small graph of the GPU's own has torch do so.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._generator = torch.cuda.default_generators[device.index]
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, device = generator, generator.device
         self._before = -1
         self._graph = torch.cuda.CUDAGraph()
         with queueing_on(device, kept_stream(device, _STREAM)):
             x = torch.empty(1, device=device)
             torch.cuda.synchronize(device)
+            if generator is not torch.cuda.default_generators[device.index]:  # which torch registers itself
+                self._graph.register_generator_state(generator)
             self._graph.capture_begin(capture_error_mode="thread_local")
-            x.uniform_()
+            x.uniform_(generator=generator)
             self._graph.capture_end()
             self._x = x
 

@@ -84,7 +84,7 @@ def lay_out(grad: Tensor | None, slot: Slot, dtype: torch.dtype, device: torch.d
     """Return a gradient, or zeros, laid out as its parameter's slot, in its parameter's dtype: itself, most often."""
     if grad is not None and grad.dtype is dtype and is_laid_out(grad, slot):
         return grad
-    laid = torch.zeros(slot.numel, dtype=dtype, device=device)
+    laid = torch.full((slot.numel,), -0.0, dtype=dtype, device=device)  # what it is added to stays what it is
     if grad is not None:
         laid.as_strided(slot.shape, slot.strides).copy_(grad)
     return laid
@@ -115,6 +115,7 @@ def add_blocks(
     *,
     index: int,
     first: int = 0,
+    by_tree: bool = False,
     notes: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """Reduce the blocks of each device's chunk there, on the current streams; tables as for ``kernels.run_add``, and
@@ -131,6 +132,7 @@ def add_blocks(
                 begin=rank * plan.chunk_numel,
                 index=index,
                 rank=first + rank,
+                by_tree=by_tree,
                 **{name: row[rank] for name, row in (notes or {}).items()},
             )
 
@@ -187,8 +189,15 @@ class ParamGroup:
     """
 
     def __init__(
-        self, originals: Sequence[Tensor], devices: Sequence[torch.device], sum_ptrs: Sequence[Tensor], index: int
+        self,
+        originals: Sequence[Tensor],
+        devices: Sequence[torch.device],
+        sum_ptrs: Sequence[Tensor],
+        index: int,
+        *,
+        by_tree: bool = False,
     ) -> None:
+        self.by_tree = by_tree
         self.originals = list(originals)
         self.devices = list(devices)
         self.first_worker = min(1, len(devices) - 1)
@@ -205,7 +214,7 @@ class ParamGroup:
         self.copied = None if has_kernels(devices) and plan.dtype in DTYPES else plan.make_flat(devices[0])
         """Where each replay puts the sums, without kernels."""
         self.lengths = [block_lengths(plan, rank).to(d) for rank, d in enumerate(self.workers)]
-        self.zeros = [torch.zeros(BLOCK_NUMEL, dtype=plan.dtype, device=d) for d in self.workers]
+        self.zeros = [torch.full((BLOCK_NUMEL,), -0.0, dtype=plan.dtype, device=d) for d in self.workers]
         """Zeros, read in place of missing gradients."""
         # Kernels read what is laid out otherwise, as a recurrent layer's weights may be, from a copy.
         sources = [lay_out(t, slot, plan.dtype, devices[0]) for t, slot in zip(reals, plan.slots)]
@@ -291,7 +300,8 @@ class GradReducer:
             fill_views(group.plan.views(group.copied), self._copied)
             return
         tables, first = self._sources.tables, group.first_worker
-        add_blocks(group.plan, group.workers, tables, group.lengths, group.sum_ptrs, index=group.index, first=first)
+        where: dict[str, Any] = {"index": group.index, "first": first, "by_tree": group.by_tree}
+        add_blocks(group.plan, group.workers, tables, group.lengths, group.sum_ptrs, **where)
 
     def finish(self) -> None:
         """After the capture, before its first replay: do what couldn't be part of it, and let go of the gradients."""
@@ -306,7 +316,12 @@ class ParameterSync:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], devices: Sequence[torch.device], limit_bytes: int = REPLICA_BYTES
+        self,
+        params: Sequence[Tensor],
+        devices: Sequence[torch.device],
+        limit_bytes: int = REPLICA_BYTES,
+        *,
+        by_tree: bool = False,
     ) -> None:
         self.params = list(params)
         self._devices = list(devices)
@@ -316,7 +331,7 @@ class ParameterSync:
         groups = group_tensors(backwards, lambda p: p.dtype, limit_bytes)
         self._sum_ptrs = [torch.zeros(len(groups), dtype=torch.int64, device=d) for d in devices]
         self.groups = [
-            ParamGroup([backwards[i] for i in members], devices, self._sum_ptrs, index)
+            ParamGroup([backwards[i] for i in members], devices, self._sum_ptrs, index, by_tree=by_tree)
             for index, members in enumerate(groups)
         ]
         self._load_kernels()

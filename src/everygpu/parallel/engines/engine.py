@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from everygpu.devices.seed import RandomOf
 from everygpu.parallel.call import PerReplica
 from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
@@ -22,6 +24,8 @@ class Wrapper(Protocol):
     replica_devices: tuple[torch.device, ...]
     bucket_cap_mb: float | None
 
+    replicas_per_device: int
+
     @property
     def rank_model(self) -> Any: ...
 
@@ -34,6 +38,10 @@ class Wrapper(Protocol):
     def _run_replicas(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, replicas: ReplicaSet | None = None
     ) -> PerReplica: ...
+
+    def random_of(self, devices: Sequence[torch.device], positions: Sequence[int]) -> Any: ...
+
+    def drawing_by(self, random_of: RandomOf) -> AbstractContextManager[None]: ...
 
     def make_replicas(
         self, make_leaves: Callable[[], ReplicaLeaves] | None = None, *, fixed: bool = False

@@ -11,9 +11,10 @@ ENGINES = ("auto", "threads", "compile", "capture")
 
 def make_engine(name: str, wrapper: Wrapper) -> Engine:
     """Make the engine of a name."""
-    workers = Workers(len(wrapper.replica_devices) - 1)
+    workers = Workers(len(wrapper.replica_devices) - 1, lambda *replicas: wrapper.random_of(*replicas))
     eager: Engine = workers
-    if name == "compile" or (name != "threads" and compiled_original(wrapper.module) is not None):
+    is_users = compiled_original(wrapper.module) is not None and not wrapper.replicas_per_device
+    if name == "compile" or (name != "threads" and is_users):
         eager = CompiledReplicas(wrapper.module, workers)
     if name == "capture" or (name == "auto" and can_gain(wrapper)):
         return CapturedReplicas(wrapper, eager, proves=name == "auto")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.devices.seed import ReplicaRandom
+from everygpu.devices.seed import RandomOf
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Engine, ModuleCall
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
@@ -129,10 +129,9 @@ class Workers(Engine):
 
     runs_at_once = False
     """Whether replicas on one device also run concurrently."""
-    draws_by_replica = False
-    """Whether each replica draws random numbers of its own, whichever device it is on; they run in order then."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, random_of: RandomOf | None = None) -> None:
+        self._random_of = random_of
         self._num_threads = num_threads
         self._threads: list[ReplicaThread] = []
         self._pid = 0
@@ -158,7 +157,7 @@ class Workers(Engine):
             _load_linear_algebra()
         state = ThreadState(list(devices))
         names = positions if positions is not None else range(len(calls))
-        random = ReplicaRandom(devices, names) if self.draws_by_replica else None
+        random = None if self._random_of is None else self._random_of(devices, names)
         in_order = state.counts_saved_tensors or random is not None
         scheduler = ReplicaScheduler(devices, in_order=in_order, at_once=self.runs_at_once, random=random)
         jobs = [functools.partial(_call, scheduler, i, *each) for i, each in enumerate(zip(calls, devices, names))]

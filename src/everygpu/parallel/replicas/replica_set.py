@@ -20,6 +20,7 @@ from everygpu.parallel.buckets import (
     broadcast_tensor,
     group_by_storage,
     group_tensors,
+    is_plain,
     split_head,
 )
 from everygpu.parallel.replicas.module_tree import ModuleTree, check_module, has_hooks, is_dense, place_module
@@ -295,7 +296,7 @@ class ReplicaSet:
         together = [list(found) for _, found in itertools.groupby(positions, lambda p: p // self._size)]
         for head, mine in zip(heads, together):
             memory = [[t.detach() for t in head] for _ in mine]
-            if mine[0] == 0 and len(mine) > 1 and bucket is not None and not bucket.is_plain(head):
+            if mine[0] == 0 and len(mine) > 1 and bucket is not None and not all(map(is_plain, head)):
                 memory[1:] = [bucket.copy_here(head)] * (len(mine) - 1)
             for p, tensors in zip(mine, split_head(head, memory)):
                 rows[p].update(zip(members, tensors))

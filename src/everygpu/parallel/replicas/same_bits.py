@@ -18,8 +18,7 @@ def check_num_replicas(num_replicas: Any, *, split: Any, shard: Any, engine: Any
         f"split={split!r}, which cuts batches by devices. Leave it out, or pass split='even'": split
         not in (None, "chunk", "even"),
         f"shard={shard!r}, which shards parameters by devices. Leave one of them out": shard is not None,
-        f"engine={engine!r}: captured and compiled replicas are one per device. Leave it out": engine
-        not in ("auto", "threads"),
+        f"engine={engine!r}: compiled replicas are one per device. Leave it out": engine == "compile",
         "several processes. Leave it out under torchrun, or run the script by python": has_ranks,
     }
     for reason, is_found in reasons.items():
