@@ -369,10 +369,9 @@ class Capture(Generic[Result]):
         return is_passed and self.reason is None
 
     def _find_shared_dropout(self, roots: Sequence[nn.Module]) -> str | None:
-        is_shared = self._by_replica and self._route.devices[0].type == "cuda" and keeps_dropout_state(roots)
-        return (
-            "cuDNN's dropout between recurrent layers draws numbers of a GPU's, not of a replica" if is_shared else None
-        )
+        if self._by_replica and self._route.devices[0].type == "cuda" and keeps_dropout_state(roots):
+            return "cuDNN's dropout between recurrent layers draws numbers of the GPU's, not of each replica's own"
+        return None
 
     def _find_unseen(self, guards: ModuleGuards) -> str | None:
         """Say why a replay wouldn't do what the step does, if that is known."""
