@@ -1,7 +1,7 @@
 """Train a small GPT on the text of Python's own help, letter by letter, and let it write.
 
-The training step is one call: forward, loss, backward, gradients added up and clipped, AdamW with its state spread
-over the devices.
+One call makes a whole step: forward, loss, backward, clipped gradients, and AdamW with its state sharded over the
+devices.
 
     python examples/charlm.py                            # all GPUs with 124M parameters, or two replicas on the CPU
     python examples/charlm.py --replicas 3 --steps 100   # three replicas on the CPU, for a shorter time
@@ -27,8 +27,8 @@ class Size(NamedTuple):
     width: int
     heads: int
     layers: int
-    context: int  # letters the model looks back on
-    rows: int  # of a batch, for each device
+    context: int  # letters that the model looks back at
+    rows: int  # rows of a batch per device
     learning_rate: float
 
 

@@ -1,10 +1,10 @@
-"""Train a small CNN on scikit-learn's handwritten digits, on every device there is.
+"""Train a small CNN on scikit-learn's handwritten digits, on all devices.
 
-An ordinary PyTorch script: what everygpu adds are the lines that begin with ``everygpu.``
+This is an ordinary PyTorch script. Only the lines with ``everygpu.`` are new.
 
     python examples/digits.py                # all GPUs, or two replicas on the CPU
     python examples/digits.py --replicas 3   # three replicas on the CPU
-    python examples/digits.py --resume       # go on where the last run stopped
+    python examples/digits.py --resume       # continue where the last run stopped
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from sklearn.datasets import load_digits  # missing? pip install '.[demo]' in the checkout, or scikit-learn
+from sklearn.datasets import load_digits  # if it is missing: pip install '.[demo]' in the checkout, or scikit-learn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -133,7 +133,7 @@ def main() -> None:
         console.print(f"epoch {epoch:2}  loss {loss:.6f}  accuracy {accuracy:.4f}", highlight=False)
         checkpoints.save(epoch, accuracy=accuracy)
 
-    # The checkpoint knows nothing of devices or replicas: it loads into the bare model, here on the CPU.
+    # A checkpoint doesn't depend on devices or replicas: it loads into the bare model, here on the CPU.
     bare = DigitNet()
     everygpu.load(options.checkpoint, model=bare)
     console.print(f"test accuracy {measure_accuracy(bare, test_batches):.4f}", highlight=False)

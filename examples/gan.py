@@ -1,7 +1,7 @@
 """Train a GAN: two models, two optimizers, and losses that go through both models.
 
-The generator learns to place points on a ring of eight spots; a drawing shows where they are. Copy this for any
-training with several models, such as distillation, actor and critic, or a frozen teacher.
+The generator learns to place points on a ring of eight spots, and a drawing shows where they are. Copy this to train
+several models together, as in distillation, with actor and critic, or with a frozen teacher.
 
     python examples/gan.py                           # all GPUs, or two replicas on the CPU
     python examples/gan.py --replicas 3 --steps 200  # three replicas on the CPU, for a shorter time
@@ -34,7 +34,7 @@ def make_network(inputs: int, outputs: int, width: int = 128) -> nn.Module:
 
 
 def loss_of(scores: Tensor, target: float) -> Tensor:
-    """Say how far scores are from 1 (real) or 0 (made), for every row."""
+    """Measure how far scores are from 1 (real) or 0 (generated), for every row."""
     return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, target))
 
 
@@ -53,7 +53,7 @@ def train_step(
     of_generator.zero_grad()
     loss_g = loss_of(discriminator(made), 1.0)
     loss_g.backward()
-    of_generator.step()  # what this has added to the discriminator's gradients goes with its next zero_grad
+    of_generator.step()  # the discriminator's next zero_grad clears what this adds to its gradients
     return loss_d.detach(), loss_g.detach()
 
 
@@ -67,7 +67,7 @@ def count_good(points: Tensor) -> tuple[float, int]:
 
 
 def draw(points: Tensor, width: int = 48, height: int = 20) -> str:
-    """Draw points between -1.5 and 1.5 as a picture of letters."""
+    """Draw points between -1.5 and 1.5 as text."""
     x, y = ((points.clamp(-1.5, 1.5) + 1.5) / 3 * torch.tensor([width - 1, height - 1])).round().long().T
     counts = torch.zeros(height, width, dtype=torch.long).index_put_((y, x), torch.tensor(1), accumulate=True)
     return "\n".join("".join(" .:*#"[min(count, 4)] for count in line) for line in counts.tolist())

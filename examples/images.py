@@ -1,7 +1,7 @@
-"""Train an image classifier and watch it: loss, rows per second, time left, waiting for data, a line for each device.
+"""Train an image classifier and watch it: loss, rows per second, time left, time spent waiting for data, each device.
 
-The images are drawn while they are loaded, as augmented photographs would be, so the share of waiting for data means
-something. Copy this for a run that you want to watch.
+Images are drawn while they are loaded, which takes time as augmenting photographs would. Copy this for a run that you
+want to watch.
 
     python examples/images.py                           # all GPUs, or two replicas on the CPU
     python examples/images.py --replicas 3 --workers 2  # three replicas on the CPU, two processes that load data
@@ -58,7 +58,7 @@ def make_model() -> nn.Module:
 
 
 def device_lines(devices: list[torch.device], rows: list[int]) -> Table:
-    """Say of each device how many rows of the batch it has; of a GPU also how busy it is, and its free memory."""
+    """Describe each device: its rows of the batch, and for a GPU also its utilization and free memory."""
     table = Table.grid(padding=(0, 2))
     gpus = {gpu.device: gpu for gpu in everygpu.devices.visible_devices()}
     for replica, (device, num_rows) in enumerate(zip(devices, rows)):
@@ -78,12 +78,12 @@ def train_epoch(step: everygpu.TrainStep, feeder: everygpu.Feeder, title: str, n
         rate = mean_loss.num_rows / (time.perf_counter() - begin)
         return f"loss {mean_loss:.3f}  {rate:,.0f} rows/s  {feeder.report().wait_pct:.0f}% waiting for data"
 
-    # Without a terminal, as in the log of a cluster's job, only the lines of epochs are printed.
+    # Without a terminal, as in a cluster's log, it only prints a line per epoch.
     with Live(progress, console=console if console.is_terminal else Console(quiet=True), transient=True) as live:
         for images, labels in feeder:
             mean_loss.update(step(images, labels), len(images))
             progress.advance(task, len(images))
-            if time.perf_counter() - drawn > 0.5:  # to read the loss waits for the GPUs
+            if time.perf_counter() - drawn > 0.5:  # reading the loss waits for the GPUs
                 drawn = time.perf_counter()
                 rows = [len(shard) for shard in getattr(images, "shards", [images])]
                 live.update(Group(progress, figures(), device_lines(feeder.devices, rows)))

@@ -1,8 +1,8 @@
 """Train on texts of many lengths: which chapter of Python's help is a sentence from?
 
-A batch is as long as its longest sentence; the rest is padding, which costs time and says nothing. So batches are made
-of sentences of similar lengths, and lengths are rounded up: on GPUs `TrainStep` captures a step for every batch shape
-that comes again (128 at most), and few shapes are soon all captured. Copy this for text, audio, or molecules.
+A batch is as long as its longest sentence; the rest is padding, which costs time and teaches nothing. So this script
+puts sentences of similar lengths into a batch, and rounds lengths up: on GPUs `TrainStep` captures a step for each
+batch shape that comes again (up to 128), and a few shapes are soon all captured. Copy this for text, audio or molecules.
 
     python examples/lengths.py                 # all GPUs, or two replicas on the CPU
     python examples/lengths.py --random-order  # batches as they come, to see what the padding costs
@@ -27,7 +27,7 @@ Sentence = tuple[Tensor, int]
 
 
 class SimilarLengths(Sampler[list[int]]):
-    """Batches of sentences of similar lengths, in another order each epoch: sorted within pools of 20 batches."""
+    """Batches of sentences of similar lengths: sorted within pools of 20 batches, in another order each epoch."""
 
     def __init__(self, lengths: list[int], batch_size: int) -> None:
         self.lengths, self.batch_size = torch.tensor(lengths), batch_size

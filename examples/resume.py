@@ -1,7 +1,7 @@
 """Stop a run with Ctrl-C, start it again with the same command, and get the losses of a run that was never stopped.
 
-Everything that a step depends on is saved every 20 steps: model, optimizer, scheduler, the position in the data, and
-the random generators, for shuffling and dropout. What was trained since then is trained again, with the same result.
+Every 20 steps it saves all that a step depends on: model, optimizer, scheduler, the position in the data, and the
+random generators for shuffling and dropout. Steps after the last save are repeated, with the same result.
 
     python examples/resume.py               # press Ctrl-C at any time, then the same line again
     python examples/resume.py --replicas 3  # three replicas on the CPU
@@ -22,7 +22,7 @@ console = Console(highlight=False)
 
 
 def load_data(rows: int = 2000) -> TensorDataset:
-    """Return points on two spirals, and on which each is."""
+    """Return points on two spirals, and the spiral of each."""
     random = torch.Generator().manual_seed(0)
     turns, spiral = torch.rand(rows, generator=random) * 8 + 1, torch.arange(rows) % 2
     angle = turns + spiral * torch.pi
@@ -36,15 +36,15 @@ def make_model() -> nn.Module:
 
 
 def train(step: everygpu.TrainStep, run: everygpu.CheckpointManager, state: dict, last: int, pause: float) -> None:
-    """Go on after the newest checkpoint, up to the last step."""
+    """Continue after the newest checkpoint, up to the last step."""
     done = run.resume()
     if done:
         console.print(f"going on after step {done}")
     while done < last:
-        for points, spirals in state["data"]:  # the first pass goes on where it was left
+        for points, spirals in state["data"]:  # the first epoch continues where it stopped
             loss, done = step(points, spirals), done + 1
             state["scheduler"].step()
-            run.save(done)  # writes at every 20th step
+            run.save(done)  # writes every 20th step
             if done % 5 == 0:
                 console.print(f"step {done:3}  loss {loss.item():.6f}")
             time.sleep(pause)
