@@ -2,7 +2,7 @@
 
 A batch is as long as its longest sentence; the rest is padding, which costs time and teaches nothing. So this script
 puts sentences of similar lengths into a batch, and rounds lengths up: on GPUs `TrainStep` captures a step for each
-batch shape that comes again (up to 128), and a few shapes are soon all captured. Copy this for text, audio or molecules.
+batch shape that comes again (up to 128), and a few shapes are soon captured. Copy this for text, audio or molecules.
 
     python examples/lengths.py                 # all GPUs, or two replicas on the CPU
     python examples/lengths.py --random-order  # batches as they come, to see what the padding costs
