@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from everygpu.step.sharded_update import ShardedUpdate
 
 logger = logging.getLogger("everygpu")
 
-_LARGE_BYTES, _NUM_ROWS = 2**21, 61
+_LARGE_BYTES, _NUM_ROWS = 2**14, 61
 _LOW = 2**32 - 1
 
 
@@ -60,7 +60,7 @@ class ReplicaCheck:
         if ranks is not None:  # every parameter has copies then
             rows = {**{key: [p] for key, (_, p) in params.items() if is_dense(p)}, **rows}
         rows = {key: row for key, row in rows.items() if row[0].numel()}
-        digests = _read([_digest(t) for row in rows.values() for t in row])
+        digests = _digests([t for row in rows.values() for t in row])
         columns = [[[(f"replica {i} ({t.device})", next(digests)) for i, t in enumerate(row)] for row in rows.values()]]
         if ranks is not None:
             gathered = enumerate(ranks.group.gather(columns[0]))
@@ -83,24 +83,41 @@ class ReplicaCheck:
         )
 
 
-def _read(numbers: list[Tensor]) -> Iterator[int]:
-    """Read numbers from several devices, in order; the host waits for each device once."""
-    devices = dict.fromkeys(x.device for x in numbers)
-    found = {d: iter(torch.stack([x for x in numbers if x.device == d]).tolist()) for d in devices}
-    return (next(found[x.device]) for x in numbers)
+def _digests(tensors: Sequence[Tensor]) -> Iterator[int]:
+    """Return a number of each tensor's values, in order; the host waits for each device once."""
+    of_devices = {d: _digests_on(d, [t for t in tensors if t.device == d]) for d in {t.device for t in tensors}}
+    found = {d: iter(digests.tolist()) for d, digests in of_devices.items()}
+    return (next(found[t.device]) for t in tensors)
 
 
-def _digest(t: Tensor) -> Tensor:
-    """Return a number of a tensor's values, shape (): any one flipped bit changes it.
+def _digests_on(device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
+    """Return numbers of tensors, shape (tensors,): any one flipped bit changes its tensor's.
 
-    Large memory is summed first, to 1/61 of its size: what falls on one word lies far apart, at a distance that is no
-    power of 2, so faults that flip several bits have other patterns. Then words are changed by a bijection and weighted
-    by odd numbers, so that flips of the same bit in two of them don't cancel: high bits have an effect on low ones.
+    Words are changed by a bijection and weighted by odd numbers, so that flips of the same bit in two of them don't
+    cancel: high bits have an effect on low ones.
     """
-    data, num_rows = t.detach().contiguous().view(-1).view(torch.uint8), _NUM_ROWS if t.nbytes > _LARGE_BYTES else 1
+    words = list(map(_words_of, tensors))
+    lengths = list(map(len, words))
+    odd = torch.arange(1, 2 * max(lengths), 2, device=device)
+    flat = torch.cat(words)  # a few kernels for all of them
+    flat ^= (flat >> 32) & _LOW
+    flat *= torch.cat([odd[:n] for n in lengths])
+    ends = torch.tensor(list(itertools.accumulate(lengths)), device=device)
+    sums = flat.cumsum(0)[ends - 1]
+    return sums.diff(prepend=sums.new_zeros(1))
+
+
+def _words_of(t: Tensor) -> Tensor:
+    """Return a tensor's values as words of 64 bits; of large ones the sums of 61 parts.
+
+    What falls on one word lies far apart, at a distance that is no power of 2: faults that flip several bits have other
+    patterns.
+    """
+    data = t.detach().contiguous().view(-1).view(torch.uint8)
     data = data if data.storage_offset() % 8 == 0 else data.clone()
+    num_rows = _NUM_ROWS if t.nbytes > _LARGE_BYTES else 1
     size = len(data) // (8 * num_rows) * 8 * num_rows
-    rest = F.pad(data[size:], (0, (size - len(data)) % 8))
-    words = torch.cat([data[:size].view(torch.int64).view(num_rows, -1).sum(0), rest.view(torch.int64)])
-    words ^= (words >> 32) & _LOW
-    return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
+    whole, rest = data[:size].view(torch.int64).view(num_rows, -1), data[size:]
+    words = whole.sum(0) if num_rows > 1 else whole[0]
+    rest = F.pad(rest, (0, -len(rest) % 8)) if len(rest) % 8 else rest
+    return torch.cat([words, rest.view(torch.int64)]) if len(rest) else words
