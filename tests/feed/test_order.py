@@ -25,7 +25,7 @@ import everygpu
 from everygpu import Feeder
 from everygpu.errors import CheckpointMismatchError, OptionError
 from tests.feed.loaders import Peeking
-from tests.site.running import blocks, page_path, sections_of
+from tests.site.running import blocks, page_path
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -250,13 +250,15 @@ def test_the_seed():
 
 
 def test_a_plain_loop_can_be_compared_by_the_recipe():
-    recipe = sections_of(page_path("feeding").read_text("utf-8"))["Check that I get the same numbers"]
-    code = blocks(recipe)[0][1].replace("break", "seen.append(x.tolist())")
+    (code,) = [
+        code for _, code in blocks(page_path("how-do-i").read_text("utf-8")) if "plain = everygpu.Feeder" in code
+    ]
     names = {"everygpu": everygpu, "loader": DataLoader(TensorDataset(torch.arange(20), torch.arange(20)), 3, True)}
-    names |= {"model": torch.nn.Linear(1, 1), "seen": []}
-    exec(code, names)
-    assert names["seen"][:7] == names["seen"][7:]
-    assert sorted(i for x in names["seen"][:7] for i in x) == list(range(20))
+    names |= {"model": torch.nn.Linear(1, 1)}
+    exec("".join(line for line in code.splitlines(True) if "everygpu.Feeder" in line), names)
+    plain, fed = ([x.tolist() for x, _ in names[name]] for name in ("plain", "feeder"))
+    assert plain == fed
+    assert sorted(i for x in plain for i in x) == list(range(20))
 
 
 def test_what_the_loop_draws_is_its_own():
