@@ -157,52 +157,32 @@ def first_line(said: str) -> str:
     return said.partition("\n")[0]
 
 
-@pytest.mark.parametrize("replica", [0, 1])
-def test_a_replica_in_a_thread(ends: Ends, replica: int) -> None:
-    code, said = ends[f"replica {replica}"]
+WHERE = f'hanging.py", line {LINE} in wait_for_ever'
+NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "replica 0": ("forward of replica 0 on cpu in thread ", (WHERE, 'test_watchdog.py"')),  # of the main thread, too
+    "replica 1": ("forward of replica 1 on cpu in thread ", (WHERE, 'test_watchdog.py"')),
+    "alone": ("forward of replica 0 on cpu in thread MainThread", ()),
+    "loop": ("backward in thread MainThread. ", (WHERE,)),
+    "step": ("backward on cpu in thread MainThread. ", (WHERE,)),
+    "barrier": ("forward of replica 1 on cpu in thread ", ()),  # and not that which waits for it
+    "both": ("forward in thread MainThread; barrier over ranks in thread ", ()),
+    "save": ("forward of replica 1 on cpu in thread ", ("a checkpoint is being saved, which is finished first",)),
+    "idle pool": ("forward of replica 0 on cpu in thread MainThread", ()),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_stands_still_is_named(ends: Ends, name: str) -> None:
+    code, said = ends[name]
+    named, others = NAMED[name]
     assert code == STUCK, said
-    assert f"everygpu: No progress for {SOON_S:g} s: forward of replica {replica} on cpu in thread " in first_line(said)
+    assert f"everygpu: No progress for {SOON_S:g} s: {named}" in first_line(said)
     assert "The process ends with exit code 6." in first_line(said)
-    assert f'hanging.py", line {LINE} in wait_for_ever' in said
-    assert 'test_watchdog.py"' in said  # of the main thread
+    assert all(other in said for other in others), said
 
 
-def test_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) -> None:
-    code, said = ends["barrier"]
-    assert code == STUCK, said
-    assert "No progress for 0.5 s: forward of replica 1 on cpu in thread " in first_line(said)
-    assert "replica 0" not in first_line(said)
-
-
-def test_what_waits_for_ranks_is_named_last(ends: Ends) -> None:
-    code, said = ends["both"]
-    assert code == STUCK, said
-    assert "No progress for 0.5 s: forward in thread MainThread; barrier over ranks in thread " in first_line(said)
-
-
-def test_the_only_replica(ends: Ends) -> None:
-    code, said = ends["alone"]
-    assert code == STUCK, said
-    assert "forward of replica 0 on cpu in thread MainThread" in first_line(said)
-
-
-@pytest.mark.parametrize("name", ["idle pool", "closed"])
-def test_a_pool_without_work_and_a_closed_stderr_hide_nothing(ends: Ends, name: str) -> None:
-    assert ends[name][0] == STUCK
-
-
-@pytest.mark.parametrize("how", ["loop", "step"])
-def test_a_backward(ends: Ends, how: str) -> None:
-    code, said = ends[how]
-    assert code == STUCK, said
-    assert f"{SOON_S:g} s: backward{'' if how == 'loop' else ' on cpu'} in thread MainThread. " in first_line(said)
-    assert f'hanging.py", line {LINE} in wait_for_ever' in said
-
-
-def test_a_save_is_finished_first(ends: Ends) -> None:
-    code, said = ends["save"]
-    assert code == STUCK, said
-    assert "a checkpoint is being saved, which is finished first" in said
+def test_a_closed_stderr_hides_nothing(ends: Ends) -> None:
+    assert ends["closed"][0] == STUCK
 
 
 @pytest.mark.slow
