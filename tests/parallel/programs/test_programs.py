@@ -15,14 +15,14 @@ from tests.parallel.programs.run import NUM_PROGRAMS, SETUPS, check_seeds, diffe
 from tests.parallel.programs.training import EVENTS, LOOPS
 
 CPU = torch.device("cpu")
-GROUP = 20
-NUM_GROUPS = 1
-"""Of each setup; the others are among the slow tests."""
+GROUP = 10
+QUICK = {"capture": [0], "step": [20], "step-captured": [30]}
+"""The groups that are no slow tests, by their first seeds."""
 CASES = [
     pytest.param(
         name,
         range(first, first + GROUP),
-        marks=[*setup.marks, *([pytest.mark.slow] if first >= NUM_GROUPS * GROUP else [])],
+        marks=[*setup.marks, *([] if first in QUICK.get(name, [0, 10]) else [pytest.mark.slow])],
         id=f"{name}-{first}-{first + GROUP - 1}",
     )
     for name, setup in SETUPS.items()
