@@ -1,6 +1,7 @@
 """Flat buffers copied to every device, and summed on one."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from everygpu.comm import copies
 
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
+NUMELS = [0, 1, 5]
 
 
 ODD = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
@@ -32,12 +34,11 @@ def test_broadcast_overwrites_every_target_to_the_bit(devices, source):
         assert target.cpu().view(torch.uint8).equal(source.view(torch.uint8))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reduce_adds_up_on_the_device_asked_for(devices, dtype, numel):
+def test_reduce_adds_up_on_the_device_asked_for(devices, dtype):
     used = devices(3)
-    sources = [torch.full((numel,), i + 1, device=d).to(dtype) for i, d in enumerate(used)]
-    for target in set(used):
+    for numel, target in itertools.product(NUMELS, set(used)):
+        sources = [torch.full((numel,), i + 1, device=d).to(dtype) for i, d in enumerate(used)]
         total = comm.reduce([s.clone() for s in sources], target)
         assert total.device == target
         assert total.dtype is dtype
@@ -69,28 +70,24 @@ def chunked(used, numel, dtype=torch.float32):
     return [(torch.arange(numel * len(used)) * (i + 1) + i).to(dtype).to(d) for i, d in enumerate(used)]
 
 
-@pytest.mark.parametrize("numel", [0, 1, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", DTYPES[:6])
-def test_reduce_scatter_leaves_each_device_the_sum_of_its_chunk(devices, dtype, count, numel):
-    used = devices(count)
-    buffers = chunked(used, numel, dtype)
-    total = sum(b.cpu() for b in buffers)
-    comm.reduce_scatter(buffers)
-    for j, buffer in enumerate(buffers):
-        own = slice(j * numel, (j + 1) * numel)
-        assert buffer[own].cpu().equal(total[own])
+def test_reduce_scatter_leaves_each_device_the_sum_of_its_chunk(devices, count):
+    for dtype, numel in itertools.product(DTYPES[:6], NUMELS):
+        buffers = chunked(devices(count), numel, dtype)
+        total = sum(b.cpu() for b in buffers)
+        comm.reduce_scatter(buffers)
+        for j, buffer in enumerate(buffers):
+            own = slice(j * numel, (j + 1) * numel)
+            assert buffer[own].cpu().equal(total[own]), (dtype, numel)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_gather_makes_the_buffers_equal(devices, dtype, count, numel):
-    used = devices(count)
-    buffers = chunked(used, numel, dtype)
-    expected = torch.cat([b.cpu()[j * numel : (j + 1) * numel] for j, b in enumerate(buffers)])
-    comm.all_gather(buffers)
-    assert all(b.cpu().equal(expected) for b in buffers)
+def test_all_gather_makes_the_buffers_equal(devices, count):
+    for dtype, numel in itertools.product(DTYPES, NUMELS):
+        buffers = chunked(devices(count), numel, dtype)
+        expected = torch.cat([b.cpu()[j * numel : (j + 1) * numel] for j, b in enumerate(buffers)])
+        comm.all_gather(buffers)
+        assert all(b.cpu().equal(expected) for b in buffers), (dtype, numel)
 
 
 def test_copies_to_and_from_several_devices(devices):
