@@ -157,6 +157,14 @@ def test_training_after_inference_mode(devs, x):
         assert_same(model, bare, x)
 
 
+def test_buffers_are_written_after_inference_mode(devs, x):
+    model, _ = pair(lambda: nn.BatchNorm1d(3), devs)
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+    assert model.module.num_batches_tracked == 2
+
+
 def test_a_module_made_in_inference_mode(devs):
     with torch.inference_mode():
         model, bare = pair(lambda: nn.Linear(3, 2), devs)

@@ -101,6 +101,21 @@ def test_every_forward_sees_the_present_values(devs, x, change):
     assert before.output.shape != after.output.shape or not torch.equal(before.output, after.output)
 
 
+def test_a_weight_may_be_tied_to_another(devs, x):
+    """There are as many weights as before, of the same shapes."""
+
+    def make():
+        layers = [nn.Linear(3, 3, bias=False) for _ in range(3)]
+        layers[1].weight = layers[0].weight
+        return nn.Sequential(*layers)
+
+    model, bare = pair(make, devs)
+    assert_same(model, bare, x)
+    for m in (model.module, bare):
+        m[1].weight = m[2].weight
+    assert_same(model, bare, x)
+
+
 def test_dtype_layout_and_what_is_frozen_may_change(devs):
     model, bare = pair(lambda: nn.Conv2d(3, 2, 3), devs)
     x = rows(4, 3, 5, 5, device=devs[0])

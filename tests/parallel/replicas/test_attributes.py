@@ -90,6 +90,13 @@ class TestFollowing:
         replica.held["a"][1].append(2)
         assert pairing.update().held["a"][1] == [replica.inner]
 
+    def test_what_two_modules_hold_stays_one_thing_when_one_of_them_changes(self):
+        pairing = Pairing(Net())
+        pairing.net.held = pairing.net.inner.held = [1]
+        pairing.update()
+        pairing.net.number = 4
+        assert pairing.update().held is pairing.replica.inner.held
+
     def test_hook_whose_closure_changes(self):
         net = Net()
         net.other = nn.Linear(2, 2)
