@@ -107,9 +107,10 @@ class Contents:
         self._dicts, self._kinds = list(map(vars, modules)), list(map(type, modules))
         self._empty = [c for c in containers if not c]  # as most of a module's hooks are
         filled = [c for c in containers if c]
-        tables = [*self._dicts, *(c for c in filled if isinstance(c, dict))]
-        self._views = [view for table in tables for view in (table.values(), table.keys())]
-        self._views += [c for c in filled if not isinstance(c, dict)]
+        tables = [c for c in filled if isinstance(c, dict)]
+        self._names = list(_chain(self._dicts))
+        self._views = [table.values() for table in (*self._dicts, *tables)]
+        self._views += [*tables, *(c for c in filled if not isinstance(c, dict))]  # a dict is a view of its keys
         self._lengths, self._items = list(map(len, self._views)), list(_chain(self._views))
         self._referents = list(map(_referents, functions))
 
@@ -119,6 +120,7 @@ class Contents:
         return (
             not any(self._empty)
             and list(map(len, self._views)) == self._lengths
+            and list(_chain(self._dicts)) == self._names
             and all(map(operator.is_, _chain(self._views), self._items))
             and all(map(operator.is_, map(vars, modules), self._dicts))
             and list(map(type, modules)) == self._kinds
