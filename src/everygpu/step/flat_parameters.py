@@ -349,8 +349,10 @@ class FlatParameters:
 
     def _differs(self, b: int) -> bool:
         """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""
+        if self.devices[0].type != "cpu":
+            return False
         first, *others = (flat.view(torch.uint8) for flat in self.values[b])  # nan and the sign of zero included
-        return first.device.type == "cpu" and not all(torch.equal(first, other) for other in others)
+        return not all(torch.equal(first, other) for other in others)
 
 
 def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: int) -> list[Tensor]:

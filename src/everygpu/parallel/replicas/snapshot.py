@@ -109,7 +109,7 @@ class Contents:
         filled = [c for c in containers if c]
         tables = [c for c in filled if isinstance(c, dict)]
         self._names = list(_chain(self._dicts))
-        self._views = [table.values() for table in (*self._dicts, *tables)]
+        self._views: list[Any] = [table.values() for table in (*self._dicts, *tables)]
         self._views += [*tables, *(c for c in filled if not isinstance(c, dict))]  # a dict is a view of its keys
         self._lengths, self._items = list(map(len, self._views)), list(_chain(self._views))
         self._referents = list(map(_referents, functions))
