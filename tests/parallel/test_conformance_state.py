@@ -157,8 +157,9 @@ def test_training_after_inference_mode(devs, x):
         assert_same(model, bare, x)
 
 
-def test_buffers_are_written_after_inference_mode(devs, x):
+def test_buffers_are_written_after_inference_mode(devs):
     model, _ = pair(lambda: nn.BatchNorm1d(3), devs)
+    x = rows(2 * len(devs), 3, device=devs[0])
     with torch.inference_mode():
         model(x)
     model(x).sum().backward()
