@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,7 +115,28 @@ def seeds_by_replica(positions: Sequence[int]) -> list[int]:
     return [derive_seed(seed, position + 1) for position in positions]
 
 
-class ReplicaRandom:
+class OwnRandom(ABC):
+    """Random numbers of each replica's own."""
+
+    @abstractmethod
+    def enter(self, index: int) -> None:
+        """Draw a replica's own numbers from now on."""
+
+    @abstractmethod
+    def leave(self, index: int) -> None:
+        """Draw other numbers until the replica continues."""
+
+    @contextmanager
+    def turn(self, index: int) -> Iterator[None]:
+        """Draw a replica's own numbers within."""
+        self.enter(index)
+        try:
+            yield
+        finally:
+            self.leave(index)
+
+
+class ReplicaRandom(OwnRandom):
     """Random numbers of each replica's own, whichever device it is on, for one forward.
 
     Each has the generators of the CPU and of its device while it runs, seeded by its number and by a number drawn from
@@ -128,7 +150,6 @@ class ReplicaRandom:
         self._before: list[Tensor] = []
 
     def enter(self, index: int) -> None:
-        """Draw a replica's own numbers from now on."""
         generators, states = self._generators[index], self._states.get(index)
         self._before = [g.get_state() for g in generators]
         for k, generator in enumerate(generators):
@@ -138,14 +159,13 @@ class ReplicaRandom:
                 generator.set_state(states[k])
 
     def leave(self, index: int) -> None:
-        """Draw other numbers until the replica continues."""
         generators = self._generators[index]
         self._states[index] = [g.get_state() for g in generators]
         for generator, state in zip(generators, self._before):
             generator.set_state(state)
 
 
-class CapturedRandom:
+class CapturedRandom(OwnRandom):
     """Each replica's own random numbers in a CUDA graph, which seeds its generators before each replay.
 
     The host's generators stay as they are: a capture in which they are drawn from is refused.
@@ -156,19 +176,17 @@ class CapturedRandom:
         self._before: torch.Generator | None = None
 
     def enter(self, index: int) -> None:
-        """Draw a replica's own numbers from now on."""
         generator = self._generators[index]
         default = torch.cuda.default_generators[generator.device.index]
         self._before = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)
 
     def leave(self, index: int) -> None:
-        """Draw other numbers until the replica continues."""
         assert self._before is not None  # noqa: S101 - it has been entered
         torch.cuda.default_generators[self._generators[index].device.index].graphsafe_set_state(self._before)
 
 
-RandomOf = Callable[[Sequence[torch.device], Sequence[int]], ReplicaRandom | CapturedRandom | None]
+RandomOf = Callable[[Sequence[torch.device], Sequence[int]], OwnRandom | None]
 """From the replicas' devices and numbers to their random numbers; None where replicas draw from their devices'."""
 
 

@@ -15,7 +15,7 @@ from torch.nn import DataParallel as TorchDataParallel
 
 from everygpu._watchdog import watch_if_requested
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
-from everygpu.devices.seed import CapturedRandom, RandomOf, ReplicaRandom, spread_seeds
+from everygpu.devices.seed import OwnRandom, RandomOf, ReplicaRandom, spread_seeds
 from everygpu.devices.visible import report_no_gpu
 from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, OptionError
 from everygpu.parallel.batch_norm import normalizes_shares
@@ -153,7 +153,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         group = init_group()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
-        check_num_replicas(num_replicas, split=split, shard=shard, engine=engine, has_ranks=group is not None)
+        num_ranks = 1 if group is None else group.size
+        check_num_replicas(
+            num_replicas, split=split, shard=shard, engine=engine, buffers=buffers, num_ranks=num_ranks, module=module
+        )
         self.num_replicas = num_replicas
         self.replica_devices = self._devices_of(own_devices(group) if device_ids is None else device_ids)
         self.output_device = self.replica_devices[0] if output_device is None else output_device
@@ -201,7 +204,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if self.num_replicas is None:
             return _replica_devices(device_ids)
         devices = _replica_devices(device_ids, may_repeat=True)
-        size = share_replicas(self.num_replicas, len(devices))
+        group = init_group()
+        size = share_replicas(self.num_replicas, len(devices), 1 if group is None else group.size)
+        if group is not None:
+            group.sums_by_tree = True
         self.replicas_per_device = size if self.num_replicas > 1 else 0
         return tuple(d for d in devices for _ in range(size))
 
@@ -374,7 +380,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     ) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
         device = self.replica_devices[0]
-        if self._ranks is not None:
+        if self._ranks is not None and self.num_replicas is None:
             spread_seeds(self.replica_devices)
         first = self._first_parameter()
         if first is None and (first := next(self.module.parameters(), None)) is not None:  # of now: one may be replaced
@@ -383,12 +389,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
-        if method is None:
-            output = self._engine.run_alone((self.module, inputs, kwargs), device)
-            if self._engine.replays and may_replay():
-                (output,) = self._engine.watch([output])
-        else:
-            output = self._threads.run_alone((getattr(self.module, method), inputs, kwargs), device)
+        random = self.random_of([device], [0])
+        with nullcontext() if random is None else random.turn(0):
+            if method is None:
+                output = self._engine.run_alone((self.module, inputs, kwargs), device)
+            else:
+                output = self._threads.run_alone((getattr(self.module, method), inputs, kwargs), device)
+        if method is None and self._engine.replays and may_replay():
+            (output,) = self._engine.watch([output])
         return self._at_output_device(output if leave is None else leave(output))
 
     def _at_output_device(self, output: Any) -> Any:
@@ -573,16 +581,26 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         Without torchrun it changes nothing. The gradient counts by the rows of all micro-batches together: give a rank
         as many rows in each.
 
+        Raises:
+            CallError: with ``num_replicas``, whose sums are by batch.
         Source:
             ``DistributedDataParallel.no_sync``.
         """
+        if self._ranks is not None and self.num_replicas is not None:
+            raise CallError(
+                "no_sync: with num_replicas gradients are summed over ranks after each batch. Leave it out."
+            )
         return nullcontext() if self._ranks is None else self._ranks.no_sync()
 
-    def random_of(
-        self, devices: Sequence[torch.device], positions: Sequence[int]
-    ) -> ReplicaRandom | CapturedRandom | None:
+    def random_of(self, devices: Sequence[torch.device], positions: Sequence[int]) -> OwnRandom | None:
         """Return the random numbers of some replicas; None where they draw from their devices' generators."""
-        return None if self._random_of is None else self._random_of(devices, positions)
+        if self._random_of is None:
+            return None
+        first = 0
+        if self._ranks is not None:
+            self._ranks.check_generators()
+            first = self._ranks.group.rank * len(self.replica_devices)
+        return self._random_of(devices, [first + p for p in positions])
 
     @contextmanager
     def drawing_by(self, random_of: RandomOf) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -111,6 +112,12 @@ class WeightedForward:
                 wait = self._wait or self._start(in_graph=True)
                 wait()
                 self._factor = self._own * self._group.size / self._total
+                if self._group.sums_by_tree and self._factor.item() != 1:
+                    raise CallError(
+                        "DataParallel: with num_replicas all ranks' batches must count alike, by their rows or labels, "
+                        "or gradients would be rounded otherwise than in one process. Give each rank as many, or run "
+                        "in one process."
+                    )
         return self._factor
 
     def weight(self, grad: Tensor, *, enters: bool) -> Tensor:
@@ -230,7 +237,7 @@ class RankModel:
         self._weight = weight
         self._grads: ModelGrads | None = None if before is None else before._grads
         self._is_apart = self._has_stand_ins = False
-        self._has_warned = False
+        self._has_warned = self._are_generators_checked = False
         self._label_check = LabelCheck("DataParallel")
         self._tree: ModuleTree | None = None
         self._checked: list[Tensor] = [] if before is None else before._checked
@@ -294,6 +301,13 @@ class RankModel:
                     type(leaf).__qualname__,
                 )
                 return
+
+    def check_generators(self) -> None:
+        """Refuse, once, ranks whose replicas would draw other random numbers than in one process."""
+        if not self._are_generators_checked and torch.is_grad_enabled():
+            self._are_generators_checked = True
+            state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+            self.group.check_same("random numbers; give all ranks one seed, as by seed_all", {"CPU's generator": state})
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, in training: those that will be saved."""

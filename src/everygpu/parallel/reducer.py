@@ -107,6 +107,11 @@ class ReduceBucket:
 
     def start_reduction(self, group: Group) -> None:
         """Start the all-reduce of the parameters' gradients."""
+        if group.sums_by_tree and not self._is_new:
+            raise CallError(
+                "DataParallel: with num_replicas under torchrun, gradients are summed batch by batch, got some of an "
+                "earlier batch. Call optimizer.zero_grad() before each backward."
+            )
         grads = [p.grad for p in self.params]
         is_whole = all(g is not None and g.layout is torch.strided for g in grads)
         device, numel = self.params[0].device, self._plan.numel

@@ -87,6 +87,8 @@ class Group:
         self.first_batch = FirstBatch()
         self.reducer: Any = None
         """What averages gradients over ranks, made with the first model."""
+        self.sums_by_tree = False
+        """All-reduces add up by a tree over ranks, a power of two of them, at the cost of everyone's values on each."""
         self._next_place, self._last_place = 0, (-1, 0)
         self._control: Any = control
         self._of_graph: Any = None
@@ -178,6 +180,8 @@ class Group:
         Returns:
             What waits for the result; on GPUs, it has the current stream wait.
         """
+        if self.sums_by_tree:
+            return self._sum_by_tree(x, is_mean=is_mean, in_graph=in_graph)
         options = dist.AllreduceOptions()
         if is_mean and x.is_cuda and self.uses_nccl:
             options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
@@ -190,6 +194,22 @@ class Group:
         def wait() -> None:
             with self._communicating("sum over ranks"):
                 work.wait()
+
+        return wait
+
+    def _sum_by_tree(self, x: Tensor, *, is_mean: bool, in_graph: bool) -> Callable[[], None]:
+        real = torch.view_as_real(x) if x.is_complex() else x
+        parts = [torch.empty_like(real) for _ in range(self.size)]
+        group = self._own_of_graph() if in_graph else self._group_of(x)
+        work = group.allgather([parts], [real])
+
+        def wait() -> None:
+            with self._communicating("sum over ranks"):
+                work.wait()
+            found = parts
+            while len(found) > 1:
+                found = [a + b for a, b in zip(found[::2], found[1::2])]
+            real.copy_(found[0] / self.size if is_mean else found[0])
 
         return wait
 

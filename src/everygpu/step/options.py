@@ -88,6 +88,11 @@ def check_model(model: DataParallel, loss: Any, optimizer: Any, weight: Any) -> 
             "TrainStep: loss=None needs a DataParallel with gather='sharded', which knows the rows behind each loss, "
             "got gather='joined'. Pass gather='sharded' there, or a loss here."
         )
+    if model.replicas_per_device and model.rank_model is not None:
+        raise OptionError(
+            "TrainStep: num_replicas isn't for steps under torchrun, whose losses are weighted by rank. Write a loop "
+            "with the DataParallel, or run in one process."
+        )
     if loss is not None and weight is None and model.weight_rule is not None:
         raise OptionError(
             "TrainStep: weight must be passed to the step, which calls it as weight(inputs, *targets), got one of the "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from everygpu.comm.streams import Streams
-from everygpu.devices.seed import CapturedRandom, ReplicaRandom
+from everygpu.devices.seed import OwnRandom
 from everygpu.errors import ReplicaError
 from everygpu.progress import running
 from everygpu.torch_private.core import NO_BACKWARD, backward_id
@@ -74,7 +74,7 @@ class ReplicaScheduler:
         *,
         in_order: bool = False,
         at_once: bool = False,
-        random: ReplicaRandom | CapturedRandom | None = None,
+        random: OwnRandom | None = None,
     ) -> None:
         self._random = random
         self._drawing: set[int] = set()
