@@ -241,7 +241,7 @@ def without_graphs(refusing):
     generator = torch.Generator().manual_seed(2)
     for i in range(2 * FIRST_ASKED + 2):
         if i == 2 + 8 * group.rank and group.rank in refusing:  # not in the same step
-            step._strategy.stop_capturing()
+            step._strategy.give_up_captures()
         x, y = torch.randn(6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
         mine = slice(3 * group.rank, 3 * group.rank + 3)
         step(x[mine], y[mine])

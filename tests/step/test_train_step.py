@@ -95,8 +95,8 @@ def assert_close(ours: nn.Module, plain: nn.Module, rtol: float = 1e-5) -> None:
 
 
 def assert_replicas_bit_equal(step: everygpu.TrainStep) -> None:
-    flat_params = step._strategy.flat_params
-    for first, *others in flat_params.values:
+    flats = step._strategy.flat_params.values if step._strategy.is_spread else []
+    for first, *others in flats:
         assert all(other.cpu().view(torch.uint8).equal(first.cpu().view(torch.uint8)) for other in others)
 
 

@@ -21,6 +21,7 @@ from everygpu.errors import CallError, CopyError, DeviceError, ModuleError, Opti
 from everygpu.parallel.batch_norm import normalizes_shares
 from everygpu.parallel.buckets import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.call import Call, PerReplica, ScatteredArgs, check_transforms
+from everygpu.parallel.cuda_graphs.captured_forward import CapturedForward
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.engine import Engine, may_replay
 from everygpu.parallel.engines.thread_state import fresh_casts
@@ -281,15 +282,21 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             return run(inputs, kwargs, name, pad_value)
         return self._ranks.forward(run, self.module, inputs, kwargs, name, pad_value)
 
-    def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
-        """Run on replicas that the caller keeps, as ``TrainStep`` does."""
+    def forward_with(
+        self,
+        replicas: ReplicaSet,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        captured: CapturedForward | None = None,
+    ) -> Any:
+        """Run on replicas that the caller keeps, as ``TrainStep`` does, or replay a capture of them."""
         if self._has_overrides:
             raise CallError(
                 f"TrainStep: must be made after {' and '.join(overridden(self))} of the DataParallel are overridden. "
                 f"Make a new TrainStep."
             )
         with nullcontext() if self._ranks is None else self._ranks.apart(self.module):
-            return self._run(inputs, kwargs, replicas=replicas)
+            return self._run(inputs, kwargs, replicas=replicas, captured=captured)
 
     def _is_alone(self, method: str | None = None) -> bool:
         """Whether the module is called as it is, on one device; refuse transforms on several."""
@@ -308,6 +315,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         pad_value: float | None = None,
         replicas: ReplicaSet | None = None,
         leave: Callable[[Any], Any] | None = None,
+        captured: CapturedForward | None = None,
     ) -> Any:
         """Scatter, replicate, apply and gather; a capture replays all but the last. One thread at a time.
 
@@ -318,19 +326,21 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if self._lock.is_forked():
             self._prepare()
         with self._lock.lock, self._lock.inside():
-            is_replayed = self._engine.replays and method is None and replicas is None
-            outputs = self._engine.replay(inputs, kwargs) if is_replayed else None
+            has_captures = self._engine.replays and method is None and replicas is None
+            source = captured or (self._engine if has_captures else None)
+            outputs = None if source is None else source.replay(inputs, kwargs)
             if len(self.replica_devices) == 1:
                 if outputs is not None:
                     return self._at_output_device(outputs[0] if leave is None else leave(outputs[0]))
                 if self._has_overrides:
                     args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
                     inputs, kwargs = tuple(args[0]) if args else (), kwargs_of[0] if kwargs_of else {}
-                return self._forward_alone(inputs, kwargs, method, leave=leave)
+                return self._forward_alone(inputs, kwargs, method, leave=leave, captured=captured)
             if outputs is None:
-                outputs = self._run_replicas(inputs, kwargs, method, pad_value, replicas)
-                if self._engine.replays:
-                    outputs[:] = self._engine.watch(list(outputs))
+                with _noting_code(captured):
+                    outputs = self._run_replicas(inputs, kwargs, method, pad_value, replicas)
+                if source is not None:
+                    outputs[:] = source.watch(list(outputs))
             if leave is not None:
                 outputs[:] = map(leave, outputs)
             return self.gather(outputs, self.output_device)
@@ -377,6 +387,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         method: str | None = None,
         _: float | None = None,
         leave: Callable[[Any], Any] | None = None,
+        captured: CapturedForward | None = None,
     ) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
         device = self.replica_devices[0]
@@ -390,13 +401,15 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
         random = self.random_of([device], [0])
-        with nullcontext() if random is None else random.turn(0):
+        with nullcontext() if random is None else random.turn(0), _noting_code(captured):
             if method is None:
                 output = self._engine.run_alone((self.module, inputs, kwargs), device)
             else:
                 output = self._threads.run_alone((getattr(self.module, method), inputs, kwargs), device)
-        if method is None and self._engine.replays and may_replay():
-            (output,) = self._engine.watch([output])
+        if method is None:
+            source = captured or (self._engine if self._engine.replays and may_replay() else None)
+            if source is not None:
+                (output,) = source.watch([output])
         return self._at_output_device(output if leave is None else leave(output))
 
     def _at_output_device(self, output: Any) -> Any:
@@ -775,6 +788,11 @@ def _check_options(*, engine: Any, gather: Any, buffers: Any, dim: Any) -> None:
             raise OptionError(f"DataParallel: {name} must be one of {values}, got {value!r}.")
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise OptionError(f"DataParallel: dim must be an int, got {dim!r}.")
+
+
+def _noting_code(captured: CapturedForward | None) -> AbstractContextManager[None]:
+    """Have what a forward runs within be known when it is captured."""
+    return nullcontext() if captured is None else captured.capture.running_eagerly()
 
 
 def _check_method(module: nn.Module, name: str) -> None:

@@ -19,6 +19,7 @@ from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
 from everygpu.step.options import autocast
 from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.strategy import UpdateStrategy
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
@@ -138,7 +139,7 @@ class CapturableStep(Capturable[Tensor]):
 
     def give_up(self, reason: str) -> None:
         self._step._finite_check.wait()  # for kernels' updates that are not to count
-        self._strategy.stop_capturing()
+        self._strategy.stop_capturing(self.forwarding)
 
     def begin(self, captured: _Captured) -> bool:
         if not self._strategy.is_ready():
@@ -167,10 +168,10 @@ class CapturableStep(Capturable[Tensor]):
         return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
 
 
-def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
+def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
     """Return the capture of a step; None if it can't be captured."""
     model = step.model
-    if not strategy.is_spread:
+    if not isinstance(strategy, ShardedUpdate):
         logger.info("TrainStep: whole steps aren't CUDA graphs, as the optimizer can't be spread.")
         return None
     # With several devices, the engine that takes over says why where it is slower.

@@ -216,14 +216,6 @@ class FlatParameters:
         """Return each parameter's place in the memory of a replica's gradients."""
         return self._grad_slots[replica]
 
-    def hand_back_grads(self) -> None:
-        """Give parameters the gradients of this update so far, of all devices, as their own."""
-        for i in self.touched():
-            first, *others = [slots[i] for slots in self._grad_slots]
-            for other in others:
-                first.add_(comm.copy(other, first.device))
-            self.params[i].grad = first
-
     @contextmanager
     def in_new_leaves(self) -> Iterator[list[dict[int, Tensor]]]:
         """Replace parameters and twins by new leaves of the same memory, which share version counters.
@@ -247,6 +239,11 @@ class FlatParameters:
     def grad_versions(self) -> list[list[int]]:
         """Return how often torch has counted a write to each device's gradients."""
         return [versions_of(slots) for slots in self._grad_slots]
+
+    def disregard(self, since: list[list[int]]) -> None:
+        """Have ``touched`` not return what was written since: by a capture, which only replays do."""
+        rows = zip(self._grad_versions, since, self.grad_versions())
+        self._grad_versions = [[v + now - then for v, then, now in zip(*row)] for row in rows]
 
     def note_grads(self, touched: set[int]) -> None:
         """Make ``touched`` include these, whose gradients were written without a count by torch."""

@@ -13,8 +13,9 @@ from everygpu.parallel.data_parallel import DataParallel, overridden
 from everygpu.parallel.fully_sharded.model import ShardedRankModel, is_sharded
 from everygpu.step.finite_check import RULES
 from everygpu.step.sharded_optimizer import ShardedOptimizer
-from everygpu.step.sharded_update import FullyShardedUpdate, ShardedUpdate
+from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.shards import all_params, can_shard
+from everygpu.step.strategy import FullyShardedUpdate, StockUpdate, UpdateStrategy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -165,7 +166,7 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False and not own
 
 
-def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks: bool) -> ShardedUpdate:
+def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks: bool) -> UpdateStrategy:
     """Choose where gradients are and what applies them, by optimizer and devices.
 
     ``checks``: each device is to keep copies from step to step.
@@ -179,7 +180,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks
         return ShardedUpdate(model, optimizer, fixed=captures)
     is_alone = set(counts) == {1}
     if is_alone and not captures:
-        return ShardedUpdate(model, optimizer)
+        return StockUpdate(model, optimizer)
     reason, level = None, logging.INFO
     if own:
         reason = f"the model has its own {own}"
@@ -189,7 +190,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool, checks
         reason = f"{type(optimizer).__name__} can't be spread"
     if reason is not None:
         logger.log(level, "TrainStep: %s, so the optimizer steps on %s.", reason, model.replica_devices[0])
-        return ShardedUpdate(model, optimizer)
+        return StockUpdate(model, optimizer)
     sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
     may_return = captures and not checks and not model.replicas_per_device  # whose chunks the norm is made of
     return ShardedUpdate(model, sharded, fixed=captures, may_return=may_return)

@@ -12,7 +12,7 @@ from torch import Tensor
 from everygpu.errors import DivergedError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.strategy import UpdateStrategy
 
 logger = logging.getLogger("everygpu")
 
@@ -20,7 +20,7 @@ _LARGE_BYTES, _NUM_ROWS = 2**14, 61
 _LOW = 2**32 - 1
 
 
-def make_check(model: DataParallel, strategy: ShardedUpdate, every: int | None) -> "ReplicaCheck | None":
+def make_check(model: DataParallel, strategy: UpdateStrategy, every: int | None) -> "ReplicaCheck | None":
     """Return what is called before each update; None where there is nothing to compare, which is logged."""
     if every is None:
         return None
@@ -39,7 +39,7 @@ class ReplicaCheck:
     is in all copies then, and what had flipped elsewhere is gone.
     """
 
-    def __init__(self, model: DataParallel, strategy: ShardedUpdate, every: int) -> None:
+    def __init__(self, model: DataParallel, strategy: UpdateStrategy, every: int) -> None:
         self._model = model
         self._strategy = strategy
         self.every = every

@@ -1,20 +1,19 @@
-"""Where a step's gradients are, and what applies them: spread over the devices, or on the primary device."""
+"""An optimizer's step that is spread over the devices: each has a share of gradients and state."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from everygpu import comm, tree
 from everygpu.comm.streams import kept_stream, queueing_on
-from everygpu.parallel.buckets import replica_bucket_bytes, update_bucket_bytes
+from everygpu.parallel.buckets import update_bucket_bytes
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.fully_sharded.shards import is_shard, local_part, replicated
-from everygpu.parallel.reducer import BucketQueue, Reducer, SummedGrads, noting_task
+from everygpu.parallel.reducer import BucketQueue, noting_task
 from everygpu.parallel.replicas.module_tree import has_hooks, place_module
 from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import ReplicaLeaves, ReplicaSet
@@ -23,7 +22,9 @@ from everygpu.step.early_update import EarlyUpdate, UpdateByChunks, UpdateInPlac
 from everygpu.step.flat_parameters import FlatParameters, PerDevice
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import Shares, multiply, prefer_fused, step_unless, total_norm
+from everygpu.step.step_forward import StepForward
+from everygpu.step.strategy import StockUpdate, UpdateStrategy
+from everygpu.step.update import Shares
 
 
 class FlatBucket:
@@ -117,53 +118,39 @@ FIRST_ASKED = 8
 """The update of a process before which ranks first ask each other whether any captures steps; then 16, 32 and so on."""
 
 
-class ShardedUpdate:
+class ShardedUpdate(UpdateStrategy):
     """Each device holds, reduces and updates its share of the parameters.
 
-    With a stock optimizer nothing is spread: gradients are the parameters' own, on the primary device, as in a plain
-    loop; over ranks they are all-reduced during backward. ``fixed`` keeps the replicas' tensors at their addresses, for
-    CUDA graphs; ``may_return``: the stock optimizer may step as well.
+    ``fixed`` keeps the replicas' tensors at their addresses, for CUDA graphs; ``may_return``: the stock optimizer may
+    step as well.
     """
 
-    asks_ranks = False
-    """Whether ``norm`` is of gradients on several ranks, which all ask for it."""
+    is_spread = True
 
     def __init__(
-        self, model: DataParallel, optimizer: Optimizer, *, fixed: bool = False, may_return: bool = False
+        self, model: DataParallel, optimizer: ShardedOptimizer, *, fixed: bool = False, may_return: bool = False
     ) -> None:
-        self._model = model
-        self._group = None if model.rank_model is None else model.rank_model.group
+        super().__init__(model)
         self._fixed = fixed
-        self._optimizer = optimizer
-        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        self._sharded = optimizer
         self._replicas: ReplicaSet | None = None
         self._rank_sums: RankSums | None = None
         self._touched: set[int] = set()
         self._flags: Tensor | None = None
-        self._is_added_up = False
         self._num_arrangements = 0
         self._has_kernels = False
         self._options: Any = None
         self._num_changes = 0
         self.flat_params: FlatParameters
-        """Parameters and gradients; others after ``prepare`` has found others. Empty where nothing is spread."""
+        """Parameters and gradients; others after ``prepare`` has found others."""
         self._may_return = may_return
         self._is_given_up = False
+        self._is_in_forward = False
+        """Where the last forward has not returned: what a capture has failed at is the model."""
         self._num_begun = 0
-        self._sums: SummedGrads | None = None
-        if self._sharded is None:
-            prefer_fused(optimizer)
         self._arrange(self._trainable(), None)
 
-    @property
-    def is_spread(self) -> bool:
-        """Whether each device has a share."""
-        return self._sharded is not None
-
     def prepare(self) -> None:
-        """Note what has changed since the last step."""
-        if self._sharded is None:
-            return  # DataParallel does so at every forward
         self._sharded.check_owner()
         params = self._trainable()
         if not (self._is_arranged and self.flat_params.fits(params)) or self.flat_params.is_held():
@@ -173,67 +160,53 @@ class ShardedUpdate:
         self.flat_params.follow_edits()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model on all devices."""
-        if len(self._model.replica_devices) == 1 or self._sharded is None:
-            ranks = self._model.rank_model  # another one after a release
-            with (
-                nullcontext() if ranks is None else ranks.apart(self._model.module)
-            ):  # the step itself weights ranks' losses
-                return self._model(*inputs, **kwargs)
+        captured = self.captured_forward
+        self._is_in_forward = True
+        if captured is None and len(self._model.replica_devices) == 1:
+            output = super().forward(*inputs, **kwargs)
+        else:
+            output = self._model.forward_with(self.current_replicas(), inputs, kwargs, captured)
+        self._is_in_forward = False
+        return output
+
+    def current_replicas(self) -> ReplicaSet:
+        """Return the replicas of the model's present module, whose parameters are the step's."""
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
-        return self._model.forward_with(self._replicas, *inputs, **kwargs)
+        return self._replicas
 
     def leaves(self) -> list[Tensor]:
-        """List the parameters of which each replica has a leaf of its own."""
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
-        return [p for p in self.flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
+        is_one = len(self._model.replica_devices) == 1
+        if is_one and (self.captured_forward is None or not self.captured_forward.was_replayed):
+            return []
+        return [p for p in self.flat_params.params if not has_hooks(p)]
 
     def begin(self) -> None:
-        """Start with no gradients."""
-        if self._sharded is None:
-            self._optimizer.zero_grad()
         self.flat_params.begin()
 
+    def attach_grads(self) -> None:
+        self.flat_params.attach_grads()
+
+    def detach_grads(self) -> None:
+        self.flat_params.detach_grads()
+
     @contextmanager
-    def adding_up(self, loss: Tensor, *, is_only: bool) -> Iterator[None]:
-        """All-reduce the gradients of a backward from ``loss`` while it runs, where no other is in its update."""
-        sums = self._current_sums() if self._sharded is None else self._rank_sums
-        self._is_added_up = is_only and sums is not None
-        paused = nullcontext() if self._group is None else Reducer.of(self._group).paused()
-        with paused, sums.adding_up(loss) if is_only and sums is not None else nullcontext():
+    def _adding_up(self, loss: Tensor) -> Iterator[None]:
+        self._is_added_up = self._rank_sums is not None
+        with nullcontext() if self._rank_sums is None else self._rank_sums.adding_up(loss):
             yield
 
-    def _current_sums(self) -> SummedGrads | None:
-        """Return what sums the parameters' own gradients over ranks."""
-        if self._group is None:
-            return None
-        if self._sums is None:
-            self._sums = SummedGrads(self._group, replica_bucket_bytes(self._model.bucket_cap_mb))
-        self._sums.follow([p for p in all_params(self._optimizer) if p.requires_grad])
-        return self._sums
-
     def flags(self) -> Tensor | None:
-        """Return, under ranks, 1 for each parameter that has got a gradient; None if the gradients show it."""
-        if self._sharded is None:
-            return None
         touched, num, device = self.flat_params.touched(), len(self.flat_params.params), self.flat_params.devices[0]
         if len(touched) == num:
             return torch.ones(num, device=device)  # no copy from the host
         return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
 
     def take_flags(self, flags: Tensor | None) -> None:
-        """Note the sum of all ranks' flags."""
         self._flags = flags
 
     def reduce(self) -> Shares:
-        """Add the gradients of all replicas up, and return each device's part."""
-        if self._sharded is None:
-            if not self._is_added_up and (sums := self._current_sums()) is not None:
-                sums.add_up()
-            self._is_added_up = False
-            grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
-            return [grads] if grads else []
         self._touched = self.flat_params.touched()
         self.flat_params.reduce()
         chunks = self.flat_params.chunks(self.flat_params.grads)
@@ -252,18 +225,9 @@ class ShardedUpdate:
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
     def fold(self) -> None:
-        """Add up the gradients of one of several batches of an update, where sums are by a tree."""
         self.flat_params.fold()
 
-    def norm(self, shares: Shares) -> Tensor:
-        """Return the norm of all gradients as one vector, shape ()."""
-        return total_norm(shares, self._model.replica_devices[0])
-
     def apply(self, found_inf: Tensor | None) -> None:
-        """Step the optimizer; not at all where ``found_inf``, of shape () on the first device, is 1 and not 0."""
-        if self._sharded is None:
-            step_unless(found_inf, self._optimizer, [p for p in all_params(self._optimizer) if p.grad is not None])
-            return
         can_skip = self._shards.prepare(self._sharded.param_groups, self._touched)
         if found_inf is not None and not can_skip:
             if found_inf.item():
@@ -284,43 +248,37 @@ class ShardedUpdate:
         self._sharded.after_step()
 
     def refresh(self) -> None:
-        """Send the parameters to every device."""
         self.prepare()
         self.flat_params.adopt()
         if self._replicas is not None:
             self._replicas.forget()
 
     def copies(self) -> dict[int, list[Tensor]]:
-        """Return each parameter, by its ``id``, and the copies of it that devices keep from step to step."""
         frozen = {} if self._replicas is None else self._replicas.frozen_copies()
         return frozen | self.flat_params.copies()
 
-    def stop_capturing(self) -> None:
-        """Continue as a plain loop where possible: no step will be captured. Ranks do so together."""
-        self._is_given_up = True
-        if self._group is None:
-            self._return_to_stock_optimizer()
+    def stop_capturing(self, forwarding: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Capture no whole steps any more, but the model's forward and backward; under ranks the plain loop does so."""
+        if self._group is None and not (self._is_in_forward or self.flat_params.by_tree):
+            self.captured_forward = StepForward(weakref.proxy(self._model), self, forwarding)
+        else:
+            self.give_up_captures()
 
-    def agree_with_ranks(self) -> None:
-        """Ask the ranks, before some updates, whether none will capture a step; all call it before each."""
-        if self._group is None or self._sharded is None or not self._may_return:
-            return
-        self._num_begun += 1
-        asks = self._num_begun >= FIRST_ASKED and self._num_begun & (self._num_begun - 1) == 0
-        if asks and self._group.begin_max([not self._is_given_up])() == [0]:
-            self._return_to_stock_optimizer()
+    def give_up_captures(self) -> None:
+        """Continue as a plain loop where possible, from the next update: nothing of a step will be captured."""
+        self.captured_forward, self._is_given_up = None, True
 
-    def _return_to_stock_optimizer(self) -> None:
-        """Give the stock optimizer its state back."""
-        if self._sharded is None or not self._may_return:
-            return
-        self.flat_params.hand_back_grads()
+    def settle(self) -> UpdateStrategy:
+        """Return the plain loop where nothing is captured. Ranks do so together, and ask each other at some updates."""
+        is_due = self._is_given_up
+        if self._group is not None and self._may_return:
+            self._num_begun += 1
+            asks = self._num_begun >= FIRST_ASKED and self._num_begun & (self._num_begun - 1) == 0
+            is_due = asks and self._group.begin_max([not self._is_given_up])() == [0]
+        if not (is_due and self._may_return):
+            return self
         self._sharded.return_to_stock_optimizer()
-        self._num_arrangements += 1
-        self._optimizer, self._sharded = self._sharded.module, None
-        prefer_fused(self._optimizer)
-        self.flat_params = FlatParameters([], self.flat_params.devices)
-        self._replicas = self._rank_sums = None
+        return StockUpdate(self._model, self._sharded.module)
 
     # How a step is captured.
 
@@ -331,7 +289,7 @@ class ShardedUpdate:
         What has a parameter itself, as a loss with a list of them, uses that: ``bypassed`` gets such parameters.
         """
         params = self.flat_params.params
-        before = [p.grad for p in params]
+        before, written = [p.grad for p in params], self.flat_params.grad_versions()
         for p in params:
             p.grad = None
         try:
@@ -347,6 +305,7 @@ class ShardedUpdate:
             bypassed += [p for p in params if p.grad is not None]
             for p, grad in zip(params, before):
                 p.grad = grad
+            self.flat_params.disregard(written)
 
     def captured_state(self, *, has_update: bool) -> Any:
         """Return which addresses, arrangements and options a capture depends on, with the update in it or without."""
@@ -358,7 +317,7 @@ class ShardedUpdate:
         params = self._trainable()
         if not tree.are_same(params, self.flat_params.params):
             return False
-        if self._sharded is None or not self._sharded.holds(self._shards):
+        if not self._sharded.holds(self._shards):
             return False
         self._sharded.check_owner()
         self.flat_params.send_written()
@@ -369,8 +328,6 @@ class ShardedUpdate:
     def why_not_capturable(self) -> str | None:
         """Say what would be lost or frozen in a capture, if anything is."""
         # Not those of the flat parameters: asked before ``prepare`` has seen what was unfrozen or added.
-        if self._sharded is None:
-            return "the optimizer is no longer spread"
         mine = set(map(id, self._trainable()))
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
@@ -378,7 +335,7 @@ class ShardedUpdate:
     def early_update(self, *, overlap_backward: bool, checks: bool) -> EarlyUpdate | None:
         """Return what queues reduction and update with a backward that is captured; None where that can't be."""
         shards = self._shards
-        if self._sharded is None or self._early_options() is None:
+        if self._early_options() is None:
             return None
         if not shards.prepare(self._sharded.param_groups, self._touched):
             return None
@@ -389,15 +346,13 @@ class ShardedUpdate:
 
     def prepare_update(self) -> None:
         """Write the current learning rates for a captured update."""
-        if self._sharded is not None:
-            self._shards.follow(self._sharded.param_groups)
+        self._shards.follow(self._sharded.param_groups)
         self.flat_params.begin_update()
 
     def finish_update(self) -> None:
         """Note an update that a replay has queued."""
         self.flat_params.note_update()
-        if self._sharded is not None:
-            self._sharded.after_step()
+        self._sharded.after_step()
 
     def moments(self) -> list[torch.cuda.Event]:
         """Return when the backward that is being captured has each bucket to be all-reduced."""
@@ -415,7 +370,7 @@ class ShardedUpdate:
 
         That includes hooks that see whole gradients between reduction and update.
         """
-        if self._sharded is None or not (self._has_kernels and self._shards.fuses) or self._sharded.has_pre_hooks():
+        if not (self._has_kernels and self._shards.fuses) or self._sharded.has_pre_hooks():
             return None
         options = self._shards.fixed_options(self._sharded.param_groups)
         self._num_changes += self._options is not None and options != self._options
@@ -424,18 +379,16 @@ class ShardedUpdate:
 
     def _trainable(self) -> list[Tensor]:
         """Return the parameters that are spread over the devices."""
-        return [] if self._sharded is None else [p for p in all_params(self._sharded) if p.requires_grad]
+        return [p for p in all_params(self._sharded) if p.requires_grad]
 
     @torch.inference_mode(False)
     def _arrange(self, params: list[Tensor], before: FlatParameters | None) -> None:
         """Make memory for the parameters as they are now, going on from what has accumulated before."""
         self._is_arranged = False  # until all is: what is interrupted is done again
         model = self._model
-        if self._sharded is not None:
-            place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
+        place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
         bucket_bytes = update_bucket_bytes(params, model.bucket_cap_mb, over_ranks=self._group is not None)
-        whole = self._sharded is not None and self._sharded.whole
-        size = model.replicas_per_device
+        whole, size = self._sharded.whole, model.replicas_per_device
         devices, num_chunks = model.replica_devices[:: size or 1], len(model.replica_devices) if size else 0
         self.flat_params = FlatParameters(params, devices, bucket_bytes, whole=whole, num_chunks=num_chunks)
         if before is not None:
@@ -443,15 +396,9 @@ class ShardedUpdate:
         self._replicas, self._rank_sums = None, None
         # Gloo's sums of GPUs' gradients have the host wait.
         group, is_on_one = self._group, len(model.replica_devices) == 1
-        if (
-            self._sharded
-            and group is not None
-            and is_on_one
-            and (group.uses_nccl or model.replica_devices[0].type == "cpu")
-        ):
+        if group is not None and is_on_one and (group.uses_nccl or model.replica_devices[0].type == "cpu"):
             self._rank_sums = RankSums(group, self.flat_params)
-        if self._sharded is not None:
-            self._attach(self._sharded)
+        self._attach(self._sharded)
         self.flat_params.count_own_uses()
         self._is_arranged = True
 
@@ -470,46 +417,3 @@ class ShardedUpdate:
         self.flat_params.adopt()
         twins = {id(p): list(row) for p, *row in zip(self.flat_params.params, *self.flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}
-
-
-class FullyShardedUpdate(ShardedUpdate):
-    """Takes the gradients that FSDP2 has averaged over ranks, each rank its own rows of them.
-
-    Args:
-        model: Shared out.
-        group: Its ranks.
-        optimizer: A stock one, of its parameters.
-    """
-
-    asks_ranks = True
-
-    def __init__(self, model: DataParallel, group: Group, optimizer: Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self._ranks, self._group = group, None  # no sum over ranks
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model in its own precision; the loss alone is computed under autocast."""
-        with torch.autocast(self._model.replica_devices[0].type, enabled=False):
-            return super().forward(*inputs, **kwargs)
-
-    def reduce(self) -> Shares:
-        """Return this rank's rows of the sum of all ranks' gradients."""
-        parts = [local_part(p.grad) for p in all_params(self._optimizer) if p.grad is not None]
-        grads = [part for part in parts if part.numel()]
-        shares = [grads] if grads else []
-        multiply(shares, float(self._ranks.size))  # FSDP2 has divided by it
-        return shares
-
-    def norm(self, shares: Shares) -> Tensor:
-        """Return the norm of all ranks' gradients as one vector, shape ()."""
-        squared = total_norm(shares, self._model.replica_devices[0]).square()
-        self._ranks.all_reduce(squared)()
-        return squared.sqrt()
-
-    def apply(self, found_inf: Tensor | None) -> None:
-        """Step the optimizer; not where ``found_inf``, of shape () and the same on all ranks, isn't 0."""
-        updated = [p for p in all_params(self._optimizer) if p.grad is not None]
-        like = next((p for p in updated if is_shard(p)), None)
-        if found_inf is not None and like is not None:
-            found_inf = replicated(found_inf, like)
-        step_unless(found_inf, self._optimizer, updated)

@@ -200,13 +200,15 @@ class TrainStep:
             num_steps = self._num_steps
             self._begin(batch)
             loss = None if self._capture is None else self._capture.run(batch)
-            self._was_replayed = loss is not None
+            is_whole = loss is not None
             if loss is None:
                 self._strategy.prepare()
                 if self._num_batches == 0:
                     self._strategy.begin()
                 with nullcontext() if self._capture is None else self._capture.running_eagerly():
                     loss = self._learn(batch)
+            forward = self._strategy.captured_forward
+            self._was_replayed = is_whole or (forward is not None and forward.was_replayed)
             loss, flags = self._weights.mean(loss, None if self._ranks is None else self._strategy.flags())
             self._strategy.take_flags(flags)
             self._last_loss = loss
@@ -253,7 +255,7 @@ class TrainStep:
                 loss, output = self._compute(batch)
             except torch.OutOfMemoryError:
                 # Captures hold the memory of a step each; they can be made again.
-                if self._capture is None or not self._capture.forget():
+                if self._capture is None or not (self._capture.forget() or self._strategy.forget_captures()):
                     raise
                 loss, output = self._compute(batch)
             if self._ranks is not None:
@@ -321,15 +323,14 @@ class TrainStep:
         if self._num_batches == 0:  # what an update that was given up has left counts nothing
             self._losses = None
             self._weights.drop()
+            self._strategy = self._strategy.settle()
         if self._ranks is not None:
-            if self._num_batches == 0:
-                self._strategy.agree_with_ranks()
             self._ranks.copy_buffers(self.model.module)
         self._weights.begin(batch, self.accumulate)
 
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
         if update is None:
-            self._strategy.flat_params.attach_grads()
+            self._strategy.attach_grads()
         before: Kept = []
         if self._finite_check.is_on:
             before = keep_statistics(roots_of(self.model, self.loss), self.model.replica_devices)
@@ -353,7 +354,7 @@ class TrainStep:
                     torch.autograd.backward(loss, seed if self._scale is None else self._scale.scale(seed))
         finally:
             if update is None:
-                self._strategy.flat_params.detach_grads()
+                self._strategy.detach_grads()
         return loss.detach()
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Any]:

@@ -30,8 +30,10 @@ from everygpu.parallel.cuda_graphs.replay import (
     OUTPUTS_WATCHED,
     SECOND_BACKWARD,
     ForwardGraphs,
+    Gradients,
     Leaves,
     Opaque,
+    ReducedGradients,
     Replay,
 )
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
@@ -173,13 +175,15 @@ def _nodes(outputs: list[Tensor]) -> set[Node]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
+class Prepared:
     """What a capture is made with."""
 
+    params: list[Tensor]
     leaves: Leaves
-    sums: list[GradReducer]
+    """In their place."""
+    reducers: Sequence[GradReducer] = ()
     """For each bundle."""
-    homes: list[list[Tensor]]
+    homes: Sequence[Sequence[Tensor]] = ()
     """Where the first device's leaves were made: other forwards may move the module's parameters elsewhere."""
 
 
@@ -212,25 +216,32 @@ class CapturedForward(Capturable[PerReplica]):
         """Why a captured backward wouldn't do."""
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
-        self.capture: Capture[PerReplica] = Capture(
+        self.capture = self._make_capture(proves)
+        """Makes captures, drops them, and says why no forward will be captured any more, if so."""
+        self.was_replayed = False
+        """Whether the last call was."""
+
+    def _make_capture(self, proves: bool) -> Capture[PerReplica]:
+        return Capture(
             self._me,
             "DataParallel",
-            route,
-            level=logging.DEBUG if proves and len(route.devices) > 1 else logging.WARNING,  # the engine says it
+            self._wrapper._route,
+            level=logging.DEBUG if proves and len(self._devices) > 1 else logging.WARNING,  # the engine says it
             proves=proves,
             is_promised=not proves,
             gives_up=proves,
-            by_replica=wrapper.replicas_per_device > 0,
+            by_replica=self._wrapper.replicas_per_device > 0,
         )
-        """Makes captures, drops them, and says why no forward will be captured any more, if so."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
-        """Run a call by its capture, making one if it is time to; None where it has to run eagerly."""
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
+        """Replay a call's capture, making one if it is time to; None where it has to run eagerly."""
         use = None if self._use is None else self._use()
         is_capturable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
-        if not is_capturable or not self._used or (use is not None and not use.is_over):
-            return None
-        return self.capture.run((args, kwargs, ()))
+        outputs = None
+        if is_capturable and self._used and (use is None or use.is_over):
+            outputs = self.capture.run((args, kwargs, ()))
+        self.was_replayed = outputs is not None
+        return outputs
 
     def watch(self, outputs: list[Any]) -> list[Any]:
         """Return an eager call's outputs, which note how backward goes through them: it must do the same in a capture.
@@ -306,7 +317,7 @@ class CapturedForward(Capturable[PerReplica]):
             raise CaptureError(self._refused)
         return self._proves
 
-    def prepare(self) -> _Prepared:
+    def prepare(self) -> Prepared:
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.
         fits = self._sync is not None and self._sync.fits(self._trained())
         if self._replicas is None or self._replicas.module is not self._wrapper.module or not fits:
@@ -315,12 +326,12 @@ class CapturedForward(Capturable[PerReplica]):
         self._modules = self._replicas.refresh(range(len(self._devices)))
         leaves = [b.leaves() for b in self.sync.groups]
         homes = [[t.data for t in row[0]] for row in leaves]
-        return _Prepared(leaves=leaves, sums=self.sync.make_reducers(), homes=homes)
+        return Prepared(params=self.sync.params, leaves=leaves, reducers=self.sync.make_reducers(), homes=homes)
 
-    def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> ForwardGraphs:
+    def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Prepared) -> ForwardGraphs:
         draw_seeds(self.roots(), self._devices)
         with self._wrapper.drawing_by(graph.random_of):
-            found = graph.capture(lambda: self._forward(batch, prepared))
+            found = graph.capture(lambda: _see_denominators(self._forward(batch, prepared)))
         call, outputs = found.call, seal_outputs(list(found))
         assert call is not None  # noqa: S101 - replicas' own outputs know it
         if not isinstance(call.weights, DeviceWeights) and call.weights not in (call.rows, (1,) * len(outputs), None):
@@ -332,14 +343,20 @@ class CapturedForward(Capturable[PerReplica]):
         used = tuple(i for i in sorted(self._used[len(slots)]) if slots[i].requires_grad)
         num_plain = len(slots)
         slots += [t for x in leaves if isinstance(x, Opaque) for t in x.tensors]
-        check_graph(slots, self.sync.params, prepared.leaves, self._wrapper.module)
+        check_graph(slots, prepared.params, prepared.leaves, self._wrapper.module)
         seen = {i: denominator_of(slots[i]) for i in used}
         denominators = {i: total for i, total in seen.items() if total is not None}
         begun = [slots[i] for i in used]
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
         watched = find_watched(begun, [*kept.values(), *batch.tensors()])
         seeds = [torch.zeros_like(t) for t in begun]
-        backward, grads = self._capture_backward(graph, prepared, begun, seeds)
+        backward = graph.new_in_same_pool()
+        try:
+            gradients = backward.capture(lambda: self._backward(begun, seeds, prepared))
+        finally:
+            graph.has_replaced_generators |= backward.has_replaced_generators
+        for reducer in prepared.reducers:
+            reducer.finish()
         return ForwardGraphs(
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
             call=replace(call, args=(), kwargs=(), modules=()),
@@ -349,10 +366,8 @@ class CapturedForward(Capturable[PerReplica]):
             differentiable=[t.requires_grad for t in slots],
             used=used,
             seeds=seeds,
-            sums=prepared.sums,
-            sync=self.sync,
             backward=backward,
-            reached=_reached(grads),
+            gradients=gradients,
             watched=watched,
         )
 
@@ -388,7 +403,7 @@ class CapturedForward(Capturable[PerReplica]):
         assert self._sync is not None  # noqa: S101 - ``prepare`` has made it
         return self._sync
 
-    def _forward(self, batch: StaticBatch, prepared: _Prepared) -> PerReplica:
+    def _forward(self, batch: StaticBatch, prepared: Prepared) -> PerReplica:
         """Send the parameters and run the replicas, with leaves in place of the first one's."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         if self._proves:
@@ -400,42 +415,26 @@ class CapturedForward(Capturable[PerReplica]):
             group.put_back(row, home)
         at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
         with in_place_of(self._wrapper.module, at_home):
-            outputs = self._wrapper._run_replicas(args, kwargs, replicas=self._replicas)
-        for _, x in tree.leaves(list(outputs), "out"):
-            if isinstance(x, Tensor):
-                denominator_of(x)  # what has to be computed for it is captured
-        return outputs
+            return self._wrapper._run_replicas(args, kwargs, replicas=self._replicas)
 
-    def _capture_backward(
-        self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]
-    ) -> tuple[MultiGpuGraph, list[list[Grads]]]:
-        """Capture the backward from some outputs in the memory of the forward's graph."""
-        backward, leaves, sums = graph.new_in_same_pool(), prepared.leaves, prepared.sums
-        try:
-            grads = backward.capture(lambda: _go_backward(outputs, seeds, leaves, sums, self._places))
-        finally:
-            graph.has_replaced_generators |= backward.has_replaced_generators
-        for total in sums:
-            total.finish()
-        return backward, grads
+    def _backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], prepared: Prepared) -> Gradients:
+        """Go backward from outputs and add the gradients up."""
+        events, leaves, reducers = ReadyEvents(self._places), prepared.leaves, prepared.reducers
+        with events.watching(leaves, _on_gradient):
+            grads = _find_grads(outputs, seeds, leaves)
+        for b, (reducer, row) in enumerate(zip(reducers, grads)):
+            for replica in reducer.take(row):
+                events.forget(b, replica)
+        events.run_overlapped({b: reducer.run for b, reducer in enumerate(reducers)})
+        return ReducedGradients(self.sync, reducers, _reached(grads))
 
 
-def _go_backward(
-    outputs: list[Tensor],
-    seeds: Sequence[Tensor],
-    leaves: Leaves,
-    sums: Sequence[GradReducer],
-    devices: Sequence[torch.device],
-) -> list[list[Grads]]:
-    """Go backward from outputs and add the gradients up; return them for each bundle and device."""
-    events = ReadyEvents(devices)
-    with events.watching(leaves, _on_gradient):
-        grads = _find_grads(outputs, seeds, leaves)
-    for b, (total, row) in enumerate(zip(sums, grads)):
-        for replica in total.take(row):
-            events.forget(b, replica)
-    events.run_overlapped({b: total.run for b, total in enumerate(sums)})
-    return grads
+def _see_denominators(outputs: PerReplica) -> PerReplica:
+    """Have what has to be computed for them be captured."""
+    for _, x in tree.leaves(list(outputs), "out"):
+        if isinstance(x, Tensor):
+            denominator_of(x)
+    return outputs
 
 
 def _on_gradient(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:

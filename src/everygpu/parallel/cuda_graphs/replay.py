@@ -4,7 +4,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +95,40 @@ class ForwardGraphs:
     """Which of them the captured backward takes gradients of."""
     seeds: list[Tensor]
     """Where it finds them."""
-    sums: list[GradReducer]
-    """What adds the gradients up: the captured backward uses its memory."""
-    sync: ParameterSync
-    """What it was made with; the parameters may have another since."""
     backward: MultiGpuGraph
-    reached: list[bool]
-    """For each parameter whether it gets a gradient, on any device."""
+    gradients: "Gradients"
+    """Of the parameters, where the captured backward leaves them."""
     watched: list[Tensor]
     """What backward reads, and Python may write between replays."""
+
+
+class Gradients(Protocol):
+    """Where the gradients of a captured backward go."""
+
+    params: list[Tensor]
+
+    def begin(self) -> None:
+        """Make memory for the next replay."""
+
+    def take(self) -> list[Tensor | None]:
+        """Return what the last replay gives to autograd for the parameters; None where there is nothing."""
+        ...
+
+
+class ReducedGradients:
+    """The sums over all devices, for autograd to add to the parameters' own."""
+
+    def __init__(self, sync: ParameterSync, reducers: Sequence[GradReducer], reached: Sequence[bool]) -> None:
+        self.params = sync.params
+        self._sync = sync  # the parameters may have another since
+        self._reducers = reducers  # the captured backward uses their memory
+        self._reached = reached
+
+    def begin(self) -> None:
+        self._sync.allocate_sums()
+
+    def take(self) -> list[Tensor | None]:
+        return self._sync.totals(self._reached)
 
 
 class Replay:
@@ -118,7 +143,7 @@ class Replay:
 
     def run(self, devices: Sequence[torch.device]) -> list[Any]:
         """Return each replica's outputs in memory of their own, connected to the parameters."""
-        anchor, *tensors = _ReplayNode.apply(self, devices, *self.captured.sync.params)  # type: ignore[no-untyped-call]
+        anchor, *tensors = _ReplayNode.apply(self, devices, *self.captured.gradients.params)  # type: ignore[no-untyped-call]
         if sum(self.captured.differentiable) > len(devices):  # more than one output of each replica
             mark_captured(anchor.grad_fn)
         for i, total in self.captured.denominators.items():
@@ -154,7 +179,7 @@ class Replay:
             )
         for seed, grad in zip(captured.seeds, given.values()):
             comm.fill(seed, grad)
-        captured.sync.allocate_sums()
+        captured.gradients.begin()
         with captured.backward.may_replay() as may_replay:
             if not may_replay:
                 raise CaptureError(
@@ -162,9 +187,9 @@ class Replay:
                     "several GPUs. Train one model until it is captured, then the other, or pass engine='threads'."
                 )
             captured.backward.replay()
-        totals = captured.sync.totals(captured.reached)
+        found = captured.gradients.take()
         self.use.is_over = True  # not before: another thread's forward may take the memory at once
-        return totals
+        return found
 
     def _refuse(self, reason: str) -> None:
         self._record_no_more(reason)

@@ -33,7 +33,6 @@ class CapturedReplicas(Engine):
         self._proves = proves
         self._wrapper = wrapper
         self._eager = eager
-        self._was_replayed = False
         # Looked at in the first forward: finding out may take a test of the links between GPUs.
         self._has_looked = False
 
@@ -43,15 +42,15 @@ class CapturedReplicas(Engine):
         if not self._has_looked:
             self._has_looked = True
             self._look()
-        outputs = None if self.captured_forward is None else self.captured_forward.run(args, kwargs)
-        self._was_replayed = outputs is not None
+        outputs = None if self.captured_forward is None else self.captured_forward.replay(args, kwargs)
         if self._proves and self.captured_forward is not None and self.captured_forward.capture.reason is not None:
             self.stop_capturing(self.captured_forward.capture.reason)
         return outputs
 
     @property
     def in_use(self) -> str:
-        return "capture" if self._was_replayed else self._eager.in_use
+        was_replayed = self.captured_forward is not None and self.captured_forward.was_replayed
+        return "capture" if was_replayed else self._eager.in_use
 
     def run(
         self, calls: Sequence[ModuleCall], devices: Sequence[torch.device], positions: Sequence[int] | None = None
