@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import everygpu
-from everygpu.errors import OptionError
+from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel import gather
 
 NUM_REPLICAS = 8
@@ -392,6 +392,13 @@ def test_left_out_nothing_is_drawn() -> None:
 def test_what_depends_on_devices_is_refused(num_devices: int, options: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         everygpu.DataParallel(nn.Linear(2, 2), ["cpu"] * num_devices, num_replicas=8, **options)
+
+
+def test_a_plain_tensor_that_takes_a_gradient_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.scale = torch.ones(2, requires_grad=True)
+    with pytest.raises(ReplicaError, match="must be a parameter"):
+        everygpu.DataParallel(module, ["cpu"] * 2, num_replicas=4)(torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("num_replicas", [0, -1, 2.0, True, "2"])

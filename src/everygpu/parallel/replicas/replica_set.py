@@ -209,7 +209,7 @@ class ReplicaSet:
         self._is_built = False  # until all is built: after an interrupt it is built again
         self._tree = ModuleTree(self.module)
         self._snapshot = Snapshot(self._tree.modules)
-        self._replicas = [_Replica(self._tree, device) for device in others]
+        self._replicas = [_Replica(self._tree, device, by_tree=self._num_together > 0) for device in others]
         tensors = self._tree.tensors
         self._places = self._tree.places(self._tree.modules)
         first = {index: place for place, index in reversed(list(enumerate(self._tree.order)))}  # a shared one once
@@ -305,9 +305,10 @@ class ReplicaSet:
 class _Replica:
     """One replica of a module tree, built once: before each forward it becomes what a copy made then would be."""
 
-    def __init__(self, tree: ModuleTree, device: torch.device) -> None:
+    def __init__(self, tree: ModuleTree, device: torch.device, *, by_tree: bool = False) -> None:
         self._tree = tree
         self._device = device
+        self._by_tree = by_tree
         self.modules = [_blank_copy(m) for m in tree.modules]
         self._replica_of = {id(m): replica for m, replica in zip(tree.modules, self.modules)}
         for original in tree.modules:
@@ -373,6 +374,11 @@ class _Replica:
 
     def _copy_tensor(self, x: Tensor) -> Tensor:
         """Copy a plain tensor attribute to the replica's device; one on the CPU stays there, as in the original."""
+        if self._by_tree and x.requires_grad and x.is_leaf:
+            raise ReplicaError(
+                "DataParallel: with num_replicas, what takes a gradient must be a parameter, got a tensor in an "
+                "attribute, whose gradients add up in no fixed order. Make it an nn.Parameter."
+            )
         stays = x.device.type == "cpu" and self._device.type != "cpu"
         copied = x if stays else comm.copy(x, self._device, fresh=not x.requires_grad)
         self._given.add(id(copied))
