@@ -53,11 +53,9 @@ class BatchKinds:
         """Of kinds without a capture, the steps at which their last batches came."""
         self._captured: dict[Any, int] = {}
         """When the last batch of each kind that has a capture came, the longest ago first."""
-        self._known: set[Any] = set()
-        """Kinds that can be captured."""
-        self._refused: set[Any] = set()
-        self._noted: set[Any] = set()
-        self._num_seen = self._num_new = self._num_eager = 0
+        self._could: dict[Any, bool] = {}
+        """Of kinds that a capture was tried of, whether there could be one."""
+        self._num_seen = self._num_new = self._num_eager = self._num_noted = 0
         self._has_reported = False
 
     def come_again(self, key: Any) -> bool:
@@ -68,7 +66,7 @@ class BatchKinds:
         self._num_eager += key not in self._captured
         if self._step % LONG_WINDOW == 0:
             num, self._num_eager = self._num_eager, 0
-            if self._known and num > LONG_WINDOW // 2:
+            if self.has_captured and num > LONG_WINDOW // 2:
                 self.report(f"{num} of {LONG_WINDOW:,}, of {len(self._times) + len(self._captured)} shapes. {_PAD}")
         if self._num_seen < WINDOW:
             return True
@@ -82,20 +80,18 @@ class BatchKinds:
         times.append(self._step)
         if len(self._times) > MAX_COUNTED:
             del self._times[next(iter(self._times))]
-        return len(times) > self._num_eager_steps() and key not in self._refused and self._has_memory(key)
+        return len(times) > self._num_eager_steps() and self._could.get(key, True) and self._has_memory(key)
 
     def is_to_be_noted(self, key: Any) -> bool:
         """Return, once for a kind, whether to look at what its steps run; at first they have run once by then."""
-        is_time = len(self._times[key]) == max(1, self._num_eager_steps() - 1)
-        if not is_time or key in self._noted or len(self._noted) >= MAX_COUNTED:
-            return False
-        self._noted.add(key)
-        return True
+        is_time = len(self._times[key]) == max(1, self._num_eager_steps() - 1) and self._num_noted < MAX_COUNTED
+        self._num_noted += is_time
+        return is_time
 
     @property
     def has_captured(self) -> bool:
         """Whether batches of some kind could be captured; that may have been dropped, and be made again."""
-        return bool(self._known)
+        return any(self._could.values())
 
     def kind_to_evict(self) -> Any:
         """Return the kind whose capture to drop before another one is made; None if memory suffices."""
@@ -109,18 +105,17 @@ class BatchKinds:
         """Note that a kind has a capture, and that a batch of it came."""
         self._captured.pop(key, None)
         self._captured[key] = self._step
-        self._known.add(key)
+        self._could[key] = True
         self._times.pop(key, None)
 
     def refuse(self, key: Any, reason: str) -> None:
         """Note that batches of a kind can't be captured, though others can."""
-        self._known.discard(key)
-        self._refused.add(key)
+        self._could[key] = False
         self.report(f"{reason}.")
 
     def forget(self) -> None:
         """Restart counting."""
-        for counted in (self._times, self._captured, self._known, self._refused):
+        for counted in (self._times, self._captured, self._could):
             counted.clear()
 
     def report(self, reason: str) -> None:
@@ -134,7 +129,7 @@ class BatchKinds:
 
     def _has_memory(self, key: Any) -> bool:
         """Whether a further kind may be captured, if need be in place of another; the first one always may."""
-        if key not in self._known and len(self._refused) >= MAX_REFUSED:
+        if key not in self._could and list(self._could.values()).count(False) >= MAX_REFUSED:
             return False
         if not self._captured or (reason := self._why_full()) is None:
             return True
