@@ -53,7 +53,7 @@ NO_ROWS = "returns a batch without rows"
         (0, 3, "returns a int first. Return a torch.nn.Module"),
         (1, "mse", "returns a str second. Return a loss"),
         (2, 0.1, "returns a float third. Return an optimizer"),
-        (2, own.sgd(own.net()), "an optimizer over other parameters"),
+        (2, lambda: own.sgd(own.net()), "an optimizer over other parameters"),
         (3, "a batch", NO_ROWS),
         (3, Batches([]), NO_ROWS),
         (3, Batches([own.classifier()[3], "a batch"]), NO_ROWS),
@@ -62,7 +62,7 @@ NO_ROWS = "returns a batch without rows"
 )
 def test_what_cannot_be_trained(monkeypatch, position, value, words):
     parts = list(own.classifier())
-    parts[position] = value
+    parts[position] = value() if callable(value) else value
     monkeypatch.setattr(own, "three", lambda: tuple(parts))
     with pytest.raises(OptionError, match=words):
         find_training(f"{OWN}three")

@@ -26,6 +26,7 @@ print("came to step 5", flush=True)
 """
 
 
+@pytest.mark.slow  # of five processes each imports torch; test_checkpoints.py has torchrun start all again, by forks
 def test_an_error_of_one_rank_is_shown_and_torchrun_starts_all_again(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
