@@ -33,7 +33,7 @@ def check_all(seeds):
 
 
 @pytest.mark.parametrize(
-    ("size", "seeds"), [(2, range(20)), *(pytest.param(n, range(20, 240), marks=pytest.mark.slow) for n in (2, 3))]
+    ("size", "seeds"), [(2, range(12)), *(pytest.param(n, range(12, 240), marks=pytest.mark.slow) for n in (2, 3))]
 )
 def test_programs(tmp_path, size, seeds):
     assert run_ranks(check_all, seeds, size=size, folder=tmp_path) == [{}] * size
