@@ -38,8 +38,8 @@ TITLES = {
 ENGLISH_ONLY = '!!! note "本页只有英文版"'
 """What a page without a Chinese text says below its title, on the Chinese site."""
 
-WORD_ENDS = r"[\s\u200b\-]"
-"""Where words end in the search of the Chinese site: jieba puts a zero-width space between those it finds."""
+WORD_ENDS = r"""[\s\u200b\-_,:;!?#=\[\]()"/`\u2018-\u201d\u3001-\u3011\uff01-\uff1f]+|\.(?!\d)|'\B|\B'"""
+"""Where words end in the search. In Chinese, jieba puts a zero-width space between the words that it finds."""
 
 FAST = "is-my-model-fast.md"
 """The page that ``python -m website.figures`` writes once its models are measured."""
@@ -85,13 +85,13 @@ def configuration(language: str) -> str:
     if not (ROOT / "docs" / FAST).exists():
         text = re.sub(rf"^ *- .*: {re.escape(FAST)}.*\n", "", text, flags=re.MULTILINE)
     parts = {
+        "@separator": WORD_ENDS,
         "@examples": [{path.stem: f"examples/{path.stem}.md"} for path in example_files()],
         "@reference": ["reference/index.md", *({ROOMS[room]: f"reference/{room}.md"} for room in exports_by_room())],
     }
     if language != "en":
         text = text.replace("pages/en", f"pages/{language}").replace("site_dir: site", f"site_dir: site/{language}")
         text = text.replace("  name: material", f"  name: material\n  language: {LANGUAGES[language]}")
-        text = text.replace("  - search\n", f"  - search: {{separator: '{WORD_ENDS}'}}\n")
         head, nav = text.split("\nnav:\n")
         text = head + "\nnav:\n" + re.sub(r"(?<=- )([^:\n\"]+)(?=:)", lambda found: TITLES.get(found[1], found[1]), nav)
     for name, entries in parts.items():

@@ -90,7 +90,7 @@ def test_questions_have_the_answers_they_show(capsys):
     assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
     names.clear()
     questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    assert len(questions) == 43
+    assert len(questions) == 44
     assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions)
 
 
@@ -100,7 +100,7 @@ UNDER_RANKS = (
     "Save the best model",
     "Stop early: early stopping",
     "Resume training after a crash, or on another number of GPUs",
-    "Evaluate",
+    "Evaluate on a test set",
     "Train on two machines: multi-node training",
 )
 """Questions whose answers say that they hold for several processes."""
