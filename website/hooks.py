@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import pass_context
 
-MANY_COLUMNS = 5
+MANY_COLUMNS = 4
 """A table of more columns is too wide for a phone."""
 
 
