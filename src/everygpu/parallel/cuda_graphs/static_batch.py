@@ -1,7 +1,7 @@
 """A batch at fixed addresses, for work that is captured once and run on many batches."""
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,11 +55,14 @@ class StaticBatch:
         self._places = _places(leaves)
         self._memory: dict[int, list[Tensor]] = {}
         """For each leaf that comes first."""
+        self._shares: dict[int, list[tuple[int, torch.device]] | None] = {}
         self._read: dict[int, Callable[[], Any]] = {}
         for i in dict.fromkeys(self._places):
             leaf = leaves[i][1]
-            self._memory[i] = [torch.empty_like(t, device=d) for t, d in self._sources(leaf)]
-            self._read[i] = self._reader(leaf, self._memory[i])
+            # Once: of a tensor with an entry per device the values are read, for which the host waits.
+            self._shares[i] = shares_of(leaf, self._plan, route) if isinstance(leaf, Tensor) else None
+            self._memory[i] = [torch.empty_like(t, device=d) for t, d in self._sources(i, leaf)]
+            self._read[i] = self._reader(i, leaf)
 
     @torch.no_grad()
     def write(self, batch: Batch, found: BatchLeaves | None = None) -> None:
@@ -67,7 +70,7 @@ class StaticBatch:
         leaves = leaves_of(batch) if found is None else found
         arriving: list[tuple[Tensor, Tensor]] = []
         for i, memory in self._memory.items():
-            for target, (source, _) in zip(memory, self._sources(leaves[i][1])):
+            for target, (source, _) in zip(memory, self._sources(i, leaves[i][1])):
                 if source.device.type == "cpu" and target.device.type == "cuda":
                     arriving.append((target, upload.upload(source, target.device)))
                 else:
@@ -91,7 +94,7 @@ class StaticBatch:
         made: Batch = tree.map_leaves(lambda _: values[next(places)], self._structure)
         return made
 
-    def _sources(self, leaf: Any) -> list[tuple[Tensor, torch.device]]:
+    def _sources(self, i: int, leaf: Any) -> list[tuple[Tensor, torch.device]]:
         """List a leaf's tensors, each with the device it goes to."""
         route = self._route
         if isinstance(leaf, Replicated):
@@ -99,16 +102,16 @@ class StaticBatch:
             return [(x.detach(), d) for copy, d in copies for _, x in tree.leaves(copy, "") if isinstance(x, Tensor)]
         if not isinstance(leaf, Tensor):
             return []
-        shares = shares_of(leaf, self._plan, route)
-        if shares is None:
+        if (shares := self._shares[i]) is None:
             return [(leaf.detach(), route.devices[0])]
         sizes, devices = zip(*shares)
         if isinstance(leaf, ShardedBatch):
             return list(zip(leaf._parts, devices))  # without the graph that ``shards`` is connected to
         return list(zip(leaf.detach().split_with_sizes(sizes, route.dim), devices))
 
-    def _reader(self, leaf: Any, memory: Sequence[Tensor]) -> Callable[[], Any]:
+    def _reader(self, i: int, leaf: Any) -> Callable[[], Any]:
         """Return what makes a leaf of the values in its memory."""
+        memory = self._memory[i]
         if isinstance(leaf, Replicated):
             each = iter(memory)
             copies = [
@@ -118,7 +121,7 @@ class StaticBatch:
             return lambda: Replicated(copies[0], copies=copies)
         if not isinstance(leaf, Tensor):
             return lambda: leaf
-        if shares_of(leaf, self._plan, self._route) is None:
+        if self._shares[i] is None:
             return memory[0].detach
         return lambda: shard_batch([t.detach() for t in memory], self._route.devices[0], self._route.dim)
 
