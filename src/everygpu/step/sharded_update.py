@@ -259,7 +259,7 @@ class ShardedUpdate(UpdateStrategy):
 
     def stop_capturing(self, forwarding: Callable[[], AbstractContextManager[Any]]) -> None:
         """Capture no whole steps any more, but the model's forward and backward; under ranks the plain loop does so."""
-        if self._group is None and not (self._is_in_forward or self.flat_params.by_tree):
+        if self._group is None and not self._is_in_forward:
             self.captured_forward = StepForward(weakref.proxy(self._model), self, forwarding)
         else:
             self.give_up_captures()

@@ -58,7 +58,8 @@ class StepForward(CapturedForward):
 
     def _make_capture(self, proves: bool) -> Capture[PerReplica]:
         # Why the whole step isn't captured was said before.
-        return Capture(self._me, "TrainStep", self._wrapper._route, proves_hooks=True, level=logging.DEBUG)
+        options = {"proves_hooks": True, "by_replica": self._wrapper.replicas_per_device > 0}
+        return Capture(self._me, "TrainStep", self._wrapper._route, level=logging.DEBUG, **options)
 
     def state(self) -> Hashable:
         return super().state(), self._strategy.captured_state(has_update=False)

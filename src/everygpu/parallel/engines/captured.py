@@ -74,7 +74,7 @@ class CapturedReplicas(Engine):
         if not self._proves or not self.replays:
             return
         self._has_looked, self.replays, self.captured_forward = True, False, None
-        if len(self._wrapper.replica_devices) > 1:
+        if len(self._wrapper.replica_devices[:: self._wrapper.replicas_per_device or 1]) > 1:
             logger.warning(
                 "DataParallel: replicas run in threads, slower than one process per GPU. Not captured: %s. Change that "
                 "or start the script by everygpu run --processes auto; in a notebook, by everygpu.launch.",
