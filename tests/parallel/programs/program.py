@@ -57,6 +57,8 @@ class Program:
     bucket_cap_mb: float | None
     by_step: bool = False
     """``TrainStep`` does all of the loop."""
+    reads_loss: bool = False
+    """The step's loss is read on the host, which keeps it out of captures."""
     share: tuple[int, int] = (0, 1)
     """Which of how many ranks this is: it trains on its rows."""
 

@@ -19,7 +19,7 @@ from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.engines import table
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_graphs
-from tests.parallel.programs.network import Carrying, Critic, Generator, Net
+from tests.parallel.programs.network import IN_MODEL, Carrying, Critic, Generator, Net
 from tests.parallel.programs.program import NUM_STEPS, PENALTIES, Program, draw_program, one_call, steady
 from tests.parallel.programs.training import (
     AFTER_BACKWARD,
@@ -143,6 +143,8 @@ def _finish(t: Training, step: int) -> None:
 
 def _observe(t: Training, **models: nn.Module | None) -> Observed:
     capture = t.step._capture if t.program.by_step else None
+    if capture is not None and t.step._strategy.captured_forward is not None:
+        capture = t.step._strategy.captured_forward.capture
     observed: Observed = {"seen": t.seen, "captures": 0 if capture is None else len(capture._graphs)}
     for name, model in models.items():
         if model is not None:
@@ -206,12 +208,16 @@ class Setup:
     device: str = "cpu"
     num_steps: int = NUM_STEPS
     num_programs: int = NUM_PROGRAMS
+    reads_loss: bool = False
     captures: bool = False
     """Whether the engine makes CUDA graphs, of steady programs; they are acted out for CPU replicas."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
     def draw(self, seed: int) -> Program:
         program = one_call(seed) if self.engine == "step" else draw_program(seed)
+        if self.reads_loss:
+            loss = "mse" if program.loss in IN_MODEL else program.loss
+            program = replace(program, reads_loss=True, loss=loss)
         program = steady(program) if self.captures else program
         return replace(program, counts_writes=False) if self.engine == "auto" else program
 
@@ -245,6 +251,13 @@ SETUPS = {
     "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, captures=True),
     "step": Setup(engine="step", num_programs=NUM_PROGRAMS // 2),
     "step-captured": Setup(engine="step", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, captures=True),
+    "step-loss-on-host": Setup(
+        engine="step",
+        num_steps=3 * NUM_WARM_UPS + 6,
+        num_programs=NUM_PROGRAMS // 5,
+        reads_loss=True,
+        captures=True,
+    ),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
     "capture-gpu": Setup(engine="capture", device="cuda", num_steps=NUM_WARM_UPS + 4, captures=True, marks=ON_GPUS),
     "step-gpu": Setup(

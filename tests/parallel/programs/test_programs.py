@@ -16,7 +16,7 @@ from tests.parallel.programs.training import EVENTS, LOOPS
 
 CPU = torch.device("cpu")
 GROUP = 10
-QUICK = {"capture": [0], "step": [20], "step-captured": [30]}
+QUICK = {"capture": [0], "step": [20], "step-captured": [30], "step-loss-on-host": [10]}
 """The groups that are no slow tests, by their first seeds."""
 CASES = [
     pytest.param(

@@ -42,6 +42,10 @@ def make_batch(program: Any, device: torch.device, step: int, part: int) -> Batc
     return {name: value.to(device) for name, value in made.items()}
 
 
+def read_on_host(loss: Tensor) -> Tensor:
+    return loss if loss.item() < 1e9 else loss * 2
+
+
 def loss_of(name: str, logits: Tensor, batch: Batch) -> Tensor:
     if name == "cross entropy":
         return F.cross_entropy(logits.flatten(0, -2), batch["classes"].flatten(), ignore_index=IGNORED)
@@ -87,7 +91,8 @@ class Training:
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers]
         if self.program.by_step:
             name = self.program.loss
-            loss = None if name in IN_MODEL else lambda output, batch: loss_of(name, logits_of(output), batch)
+            read = read_on_host if self.program.reads_loss else lambda loss: loss
+            loss = None if name in IN_MODEL else lambda output, batch: read(loss_of(name, logits_of(output), batch))
             self.step = everygpu.TrainStep(self.model, loss, *self.optimizers, accumulate=self.program.num_parts)
 
     def own_rows(self, batch: Batch) -> Batch:
