@@ -297,6 +297,17 @@ def test_options_and_short_code_stay_on_one_line():
     )
 
 
+def test_cells_of_a_wide_table_know_their_column():
+    def table(*names):
+        cells = "".join(f"<td>{name.lower()}</td>" for name in names)
+        return f"<table><tr>{''.join(f'<th>{n}</th>' for n in names)}</tr><tr>{cells}</tr></table>"
+
+    assert hooks.on_page_content(table("A", "B", "C", "D")) == table("A", "B", "C", "D")
+    wide = hooks.on_page_content(table("A", "<b>B</b>", "C", "D", "E"))
+    assert wide.startswith("<table data-wide>")
+    assert re.findall(r'data-label="(.)"', wide) == ["A", "B", "C", "D", "E"]
+
+
 def test_what_the_network_would_give_is_seen():
     assert check.loads_from_network('<script src="https://a.b/c.js"></script><style>@import "//x/y.css"</style>') != []
     assert check.loads_from_network('<link rel="stylesheet" href="https://fonts.a/css">') != []
