@@ -330,7 +330,7 @@ def test_a_new_seed_counts(capturing: Devices) -> None:
 
 def test_schedulers_loaded_weights_and_evaluations_in_between(capturing: Devices) -> None:
     used = capturing(2)
-    data = batches(40, used[0])
+    data = batches(34, used[0])
     results = []
     for capture in (False, "auto"):
         net = Net().to(used[0])
