@@ -106,7 +106,6 @@ def test_fewer_rows_than_replicas(capturing: Devices) -> None:
         step.model.module.norm.eval()
         each(step, losses, ((X[:1], Y[:1]), {}), ((X[:5], Y[:5]), {}), ((X, Y), {}))
 
-    check(capturing, scenario)
     check(capturing, scenario, count=4)
 
 
@@ -193,7 +192,7 @@ def test_captures_that_are_no_longer_used_make_room(capturing: Devices, monkeypa
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for several in ((4, 5), (6, 7), (5, 9)):
-            for _ in range(8):
+            for _ in range(6):
                 losses += [step(X[:rows], Y[:rows]) for rows in several]
             assert step._capture is None or num_graphs(step) == 2
             assert step._capture is None or step.stats().engine == "capture"
