@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], LanguageModel]] = {
 }
 
 
-def make_tokens(num: int, rows: int = 6, lengths: Sequence[int] = (6,)) -> list[tuple[Tensor, Tensor]]:
+def make_tokens(num: int, rows: int = 6, lengths: Sequence[int] = (4,)) -> list[tuple[Tensor, Tensor]]:
     """Make batches, as many rows for each replica, of these lengths in turn, with the token after each."""
     generator = torch.Generator().manual_seed(1)
     each = [lengths[i % len(lengths)] for i in range(num)]
@@ -46,7 +46,7 @@ def loss_of(scores: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.to(scores.device).flatten())
 
 
-def train_one_device(net: nn.Module, device: torch.device, num: int, lengths: Sequence[int] = (6,)) -> list[Tensor]:
+def train_one_device(net: nn.Module, device: torch.device, num: int, lengths: Sequence[int] = (4,)) -> list[Tensor]:
     """Train without everygpu, for what others are compared with."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     losses = []
