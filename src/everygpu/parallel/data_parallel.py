@@ -229,7 +229,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._random_of: RandomOf | None = ReplicaRandom if self.replicas_per_device and not overrides else None
         self._engine = self._make_engine(overrides)
         me: Any = weakref.proxy(self)
-        workers = Workers(len(self.replica_devices) - 1, lambda *replicas: me.random_of(*replicas))
+        workers = Workers(len(self.replica_devices) - 1, lambda *replicas: me._random_for(*replicas))
         self._threads = self._engine if isinstance(self._engine, Workers) else workers
         self._threads.runs_at_once = "replicate" in overrides
         self._lock = ForwardLock.kept(vars(self).get("_lock"))
@@ -400,7 +400,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
-        random = self.random_of([device], [0])
+        random = self._random_for([device], [0])
         with nullcontext() if random is None else random.turn(0), _noting_code(captured):
             if method is None:
                 output = self._engine.run_alone((self.module, inputs, kwargs), device)
@@ -605,7 +605,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             )
         return nullcontext() if self._ranks is None else self._ranks.no_sync()
 
-    def random_of(self, devices: Sequence[torch.device], positions: Sequence[int]) -> OwnRandom | None:
+    def _random_for(self, devices: Sequence[torch.device], positions: Sequence[int]) -> OwnRandom | None:
         """Return the random numbers of some replicas; None where they draw from their devices' generators."""
         if self._random_of is None:
             return None
@@ -616,7 +616,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         return self._random_of(devices, [first + p for p in positions])
 
     @contextmanager
-    def drawing_by(self, random_of: RandomOf) -> Iterator[None]:
+    def _drawing_by(self, random_of: RandomOf) -> Iterator[None]:
         """Have replicas that draw random numbers of their own draw others within, as in a capture."""
         before = self._random_of
         self._random_of = None if before is None else random_of

@@ -105,7 +105,7 @@ class CapturableStep(Capturable[Tensor]):
         bypassed: list[Tensor] = []
         own_leaves = self._strategy.own_leaves(self.roots(), bypassed) if self._has_own_leaves else nullcontext()
         try:
-            with own_leaves, self._step.model.drawing_by(graph.random_of):
+            with own_leaves, self._step.model._drawing_by(graph.random_of):
                 captured = graph.capture(lambda: self._run(batch.read(), prepared))
             self._is_bypassed = bool(bypassed) and not self._strategy.flat_params.by_tree
             if bypassed:

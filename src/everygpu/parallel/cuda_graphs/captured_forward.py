@@ -330,7 +330,7 @@ class CapturedForward(Capturable[PerReplica]):
 
     def capture_work(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Prepared) -> ForwardGraphs:
         draw_seeds(self.roots(), self._devices)
-        with self._wrapper.drawing_by(graph.random_of):
+        with self._wrapper._drawing_by(graph.random_of):
             found = graph.capture(lambda: _see_denominators(self._forward(batch, prepared)))
         call, outputs = found.call, seal_outputs(list(found))
         assert call is not None  # noqa: S101 - replicas' own outputs know it

@@ -11,7 +11,7 @@ ENGINES = ("auto", "threads", "compile", "capture")
 
 def make_engine(name: str, wrapper: Wrapper) -> Engine:
     """Make the engine of a name."""
-    workers = Workers(len(wrapper.replica_devices) - 1, lambda *replicas: wrapper.random_of(*replicas))
+    workers = Workers(len(wrapper.replica_devices) - 1, lambda *replicas: wrapper._random_for(*replicas))
     eager: Engine = workers
     is_users = compiled_original(wrapper.module) is not None and not wrapper.replicas_per_device
     if name == "compile" or (name != "threads" and is_users):
