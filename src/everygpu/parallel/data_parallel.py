@@ -173,9 +173,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         sharding = read_options(
             shard, wrap=wrap, precision=precision, checkpoint_activations=checkpoint_activations, engine=engine
         )
-        self._ranks: RankModel | None = None
-        if sharding is not None:
-            self._ranks = self._share_out(group, module, sharding)
+        self._ranks: RankModel | None = None if sharding is None else self._share_out(group, module, sharding)
         self.module = module
         if sharding is None:
             place_module(module, self.replica_devices[0], "DataParallel", strict=strict_device)
@@ -185,10 +183,13 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._prepare()
         if self._ranks is not None and sharding is None:
             self._ranks.look_at(self.module, is_wrapped_now=True)
-        is_on_cpu = self.replica_devices[0].type == "cpu"
-        if is_on_cpu and device_ids is None:
+        if device_ids is None and self.replica_devices[0].type == "cpu":
             report_no_gpu()
-        if (group is not None or len(self.replica_devices) > 1) and normalizes_shares(module):
+        self._look_for_batch_norm(group)
+
+    def _look_for_batch_norm(self, group: Group | None) -> None:
+        if (group is not None or len(self.replica_devices) > 1) and normalizes_shares(self.module):
+            is_on_cpu = self.replica_devices[0].type == "cpu"
             _warn_of_batch_norm(logging.INFO if is_on_cpu else logging.WARNING)
 
     def _share_out(self, group: Group | None, module: nn.Module, sharding: Sharding) -> ShardedRankModel:
