@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import everygpu
+from everygpu.step.options import can_capture
 from tests import tape
 from tests.parallel import test_same_bits as same
 
@@ -124,3 +125,11 @@ def test_an_update_that_is_not_finite_is_left_out_as_eagerly() -> None:
     expected = train(1, capture=False)
     for found in (train(1, capture="auto"), train(4, capture="auto")):
         assert all(map(torch.equal, expected, found))
+
+
+def test_steps_on_gpus_may_be_captured(monkeypatch):
+    model = everygpu.DataParallel(nn.Linear(2, 2), ["cpu"] * 2, num_replicas=4)
+    assert not can_capture(model, "auto")
+    monkeypatch.setattr(model, "replica_devices", tuple(torch.device("cuda", i // 2) for i in range(4)))
+    assert can_capture(model, "auto")
+    assert not can_capture(model, False)

@@ -150,13 +150,6 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
             "TrainStep: capture=True needs whole parameters in one place, and this model is sharded over ranks. "
             "Pass capture='auto'."
         )
-    if model.num_replicas is not None:
-        if capture is True:
-            raise OptionError(
-                "TrainStep: capture=True needs one replica per device, got a DataParallel with num_replicas. "
-                "Pass capture='auto'."
-            )
-        return False
     on_gpus = not is_sharded(model) and all(d.type == "cuda" for d in model.replica_devices)
     if capture is True and not on_gpus:
         raise OptionError(
