@@ -162,5 +162,5 @@ def check_grads(capturing: Devices, make: Any, *, num: int | None = 1, warm_ups:
     return model
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
