@@ -34,7 +34,7 @@ class LossScale:
 
     def unscale(self, shares: Shares) -> Tensor:
         """Divide gradients in place; return, shape (), 1 where any gradient is not finite, else 0."""
-        return _any_of([self._unscale(grads) for grads in shares], self.value)
+        return _unscale(shares, self.value.double().reciprocal().float())
 
     def update(self, found_inf: Tensor) -> None:
         """Lower the scale after a step that was skipped, raise it after many that were not."""
@@ -55,23 +55,13 @@ class LossScale:
         self.value.fill_(state["scale"])
         self._growth.fill_(state["_growth_tracker"])
 
-    def _unscale(self, grads: list[Tensor]) -> Tensor:
-        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-        inverse = self.value.double().reciprocal().float()
-        unscale_(grads, found_inf, comm.copy(inverse, found_inf.device))
-        return found_inf
-
 
 def find_inf(shares: Shares, one: Tensor) -> Tensor:
     """Return, on the device of ``one``, which is 1, of shape (), 1 where any gradient is not finite, else 0.
 
     Gradients are multiplied by that 1, which takes less of the host's time than a norm of each.
     """
-    found = []
-    for grads in shares:
-        found.append(torch.zeros((), dtype=torch.float32, device=grads[0].device))
-        unscale_(list(map(_real_values, grads)), found[-1], comm.copy(one, grads[0].device))
-    return _any_of(found, one)
+    return _unscale([list(map(_real_values, grads)) for grads in shares], one)
 
 
 def _real_values(grad: Tensor) -> Tensor:
@@ -80,11 +70,16 @@ def _real_values(grad: Tensor) -> Tensor:
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
-def _any_of(found: Sequence[Tensor], like: Tensor) -> Tensor:
-    copies = [comm.copy(x, like.device) for x in found]
+def _unscale(shares: Shares, inverse: Tensor) -> Tensor:
+    """Multiply gradients in place; return, on the device of ``inverse``, 1 where any is not finite, else 0."""
+    copies = []
+    for grads in shares:
+        found = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+        unscale_(grads, found, comm.copy(inverse, found.device))
+        copies.append(comm.copy(found, inverse.device))
     if len(copies) == 1:
         return copies[0]
-    return torch.stack(copies).amax() if copies else torch.zeros_like(like)
+    return torch.stack(copies).amax() if copies else torch.zeros_like(inverse)
 
 
 def total_norm(shares: Shares, home: torch.device) -> Tensor:
