@@ -285,7 +285,7 @@ class FlatParameters:
 
     def _own_chunks(self) -> list[PerDevice]:
         """Return what each device adds up of each bucket."""
-        return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in self.grads]
+        return _cut(self.grads, len(self.devices))
 
     def all_gather_params(self) -> None:
         """Copy each device's own chunk of the values to the others."""
@@ -306,8 +306,7 @@ class FlatParameters:
 
     def chunks(self, buckets: Sequence[PerDevice]) -> list[PerDevice]:
         """Cut each device's own chunks out of its buckets."""
-        num = self.plans[0].num_chunks if self.plans else 0
-        return [[flats[j * len(flats) // num].chunk(num)[j] for j in range(num)] for flats in buckets]
+        return _cut(buckets, self.plans[0].num_chunks if self.plans else 0)
 
     def take_grads(self, other: "FlatParameters") -> None:
         """Go on from what has accumulated elsewhere; a parameter that was not there brings its own gradient."""
@@ -355,6 +354,11 @@ class FlatParameters:
 def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: int) -> list[Tensor]:
     pairs = [(slot.index, slot.view(flats[replica]).data) for plan, flats in zip(plans, buckets) for slot in plan.slots]
     return [view for _, view in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _cut(buckets: Sequence[PerDevice], num: int) -> list[PerDevice]:
+    """Return so many chunks of each bucket, neighbours of one device, each from the device whose it is."""
+    return [[flats[j * len(flats) // num].chunk(num)[j] for j in range(num)] for flats in buckets]
 
 
 def _layouts(params: Sequence[Tensor]) -> list[list[Any]]:
