@@ -177,5 +177,13 @@ def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> 
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
     work = CapturableStep(step, strategy, must=must)
-    options = {"must": must, "proves_hooks": True, "gives_up": not must, "by_replica": model.replicas_per_device > 0}
-    return Capture(work, "TrainStep", model._route, level=level, **options)
+    return Capture(
+        work,
+        "TrainStep",
+        model._route,
+        must=must,
+        level=level,
+        proves_hooks=True,
+        gives_up=not must,
+        by_replica=model.replicas_per_device > 0,
+    )

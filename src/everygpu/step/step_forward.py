@@ -57,9 +57,14 @@ class StepForward(CapturedForward):
         self._forwarding = forwarding
 
     def _make_capture(self, proves: bool) -> Capture[PerReplica]:
-        # Why the whole step isn't captured was said before.
-        options = {"proves_hooks": True, "by_replica": self._wrapper.replicas_per_device > 0}
-        return Capture(self._me, "TrainStep", self._wrapper._route, level=logging.DEBUG, **options)
+        return Capture(
+            self._me,
+            "TrainStep",
+            self._wrapper._route,
+            level=logging.DEBUG,  # why the whole step isn't captured was said before
+            proves_hooks=True,
+            by_replica=self._wrapper.replicas_per_device > 0,
+        )
 
     def state(self) -> Hashable:
         return super().state(), self._strategy.captured_state(has_update=False)
